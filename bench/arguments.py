@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from .cases import Shape
     from .store import Measurement
 
+
+# Help and errors as text, of which nothing is cut.
+PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 # As people write them, and what they are.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -25,12 +31,46 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 256
 
 
-def console(width: int = 180) -> Console:
-    """Return a console of this width that prints text as it is: [bold] is six letters."""
+def console() -> Console:
+    """Return a console as wide as the terminal, or COLUMNS, that prints text as it is: [bold] is six letters."""
     # Much of it comes out of files, and is no markup however it looks.
-    terminal = Console(markup=False, emoji=False)
-    # a table folded to 80 columns cannot be read in a log either
-    return terminal if terminal.is_terminal else Console(width=width, markup=False, emoji=False)
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) -> Iterator[Callable[[], None]]:
+    """Yield what is called after each step: it moves a bar, or prints a line in a log, with the time left.
+
+    Ctrl-C says what was `kept`, and exits with 130.
+
+    - steps: what each does, and about how many seconds it takes.
+    """
+    total, begin = sum(seconds for _, seconds in steps), time.monotonic()
+    console.print(f"{len(steps)} steps, about {duration(total)}; Ctrl-C ends it")
+    columns = (TextColumn("{task.completed:.0f} s of about {task.total:.0f}"), BarColumn(12), "{task.description}")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, left = bar.add_task(f"start of ranks, {steps[0][0]}", total=total), iter(enumerate(steps, 1))
+
+        def done() -> None:
+            number, (text, _) = next(left)
+            past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
+            # The rest goes as fast as what is over did.
+            rest *= past / (total - rest)
+            bar.update(task, completed=past, total=past + rest, description=steps[min(number, len(steps) - 1)][0])
+            if not console.is_terminal:
+                console.print(f"{number}/{len(steps)}, {duration(past)}, {duration(rest)} left: {text}")
+
+        try:
+            yield done
+        except KeyboardInterrupt:
+            bar.stop()
+            console.print(f"Stopped after {duration(time.monotonic() - begin)}: {kept}")
+            raise typer.Exit(130) from None
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: "12 s", "4 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
@@ -155,6 +195,6 @@ def rows(path: Path, remedy: str = "") -> list[Measurement]:
 
 def run(command: Callable[..., None]) -> None:
     """Run the command of a module that is started by `python -m`."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(**PLAIN)
     app.command()(command)
     app()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -10,25 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from typer.core import TyperCommand
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from .jobs import Job
     from .store import Measurement
 
 app = typer.Typer(
     help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+    no_args_is_help=True, **arguments.PLAIN,
+)  # fmt: skip
 app.command()(cli_plan.plan)
 app.command()(cli_predict.predict)
+app.command()(cli_predict.explain)
 app.add_typer(cli_report.app)
 app.command()(cli_tune.tune)
 
@@ -61,12 +56,12 @@ class WithProviders(TyperCommand):
         console = arguments.console()
         console.print("Providers, of --baseline; by default all but tree and switch:")
         for name, text in listing(describe().num_gpus):
-            console.print(f"  {name:20} {text}", highlight=False)
+            console.print(f"  {name:20} {text}")
 
 
 @app.command(cls=WithProviders)
 def sweep(
-    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks; default 1,2,4, and 8 with 8 GPUs.")] = None,
+    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks; default 2,4, and 8 with 8 GPUs.")] = None,
     op: Annotated[
         str | None, typer.Option(help="Ops, comma-separated, by `fusedtp predict --list`; default all three.")
     ] = None,
@@ -104,15 +99,19 @@ def sweep(
         ),
     ] = 180.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = 0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Check and time every schedule on this machine: table, CSV and picture.
+    """Check and time every schedule on this machine.
+
+    Prints tables and a verdict, and keeps rows as CSV and a picture. Exits with 1 if any check failed.
 
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
-    Exits with 1 if any check failed.
     """
     from . import cases, providers, store
-    from .jobs import Request, plan
+    from .jobs import Request, estimate, plan
     from .machine import describe
     from .sweep import launched, run_launched, run_spawned
 
@@ -160,85 +159,33 @@ def sweep(
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
     for text in providers.found().warnings:
-        console.print(f"warning: {text}", style="yellow", highlight=False)
+        console.print(f"warning: {text}", style="yellow")
     run = run_launched if is_launched else run_spawned
-    with _told(jobs, console, path if speaks else None) as done:
-        rows = run(jobs, machine, done)
-    if speaks:
-        _keep(rows, store.update(path, rows), path, console)
-
-
-@contextlib.contextmanager
-def _told(jobs: list[Job], console: Console, path: Path | None) -> Iterator[Callable[[Job, list[Measurement]], None]]:
-    # What hears of each job that is done: a bar, or a line in a log, and the rows' file.
-    from . import store
-
-    with Progress(console=console, transient=True, disable=console.quiet) as progress:
-        task = progress.add_task(f"starting ranks, then {jobs[0].case}", total=len(jobs))
+    kept = f"the rows of what had ended are in {path}, `fusedtp report {path}` shows them"
+    with arguments.progress(
+        console, [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs], kept
+    ) as step:
 
         def done(job: Job, new: list[Measurement]) -> None:
-            num_done = int(progress.tasks[task].completed) + 1
-            following = str(jobs[num_done].case) if num_done < len(jobs) else ""
-            progress.update(task, advance=1, description=following)
-            if not console.is_terminal:
-                # a log shows no bar
-                elapsed = progress.tasks[task].elapsed or 0.0
-                console.print(f"{num_done}/{len(jobs)} {elapsed:5.0f} s  {job.case}", highlight=False)
-            if path is not None:
-                # a sweep that is stopped keeps what it has measured
+            if speaks:
                 store.update(path, new)
+            step()
 
-        yield done
+        rows = run(jobs, machine, done)
+    if speaks:
+        _keep(rows, store.update(path, rows), path, console, verbose)
 
 
-def _keep(rows: list[Measurement], together: list[Measurement], path: Path, console: Console) -> None:
+def _keep(rows: list[Measurement], together: list[Measurement], path: Path, console: Console, verbose: bool) -> None:
     # Show the rows of a sweep, draw the picture of all; exit with 1 if a check failed.
     from . import report
 
-    report.show(rows, console)
-    console.print(f"{len(rows)} rows in {path}")
-    if report.picture(together, path.with_suffix(".png")):
-        console.print(f"picture: {path.with_suffix('.png')}")
+    report.show(rows, console, verbose=verbose)
+    drawn = report.picture(together, path.with_suffix(".png"))
+    console.print(f"{len(rows)} rows: {path}{f', picture: {path.stem}.png' if drawn else ''}", soft_wrap=True)
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
         raise typer.Exit(1)
-
-
-@app.command()
-def explain(
-    spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
-    mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
-    dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
-    hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
-    table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
-    write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
-) -> None:
-    """Show the steps of a sharded matmul and of both its gradients: collectives, bytes a rank sends, FLOPs."""
-    from fusedtp import explain as describe
-    from fusedtp.cost.hardware import OCP, find
-    from fusedtp.explain import table_markdown
-
-    from . import generated
-
-    if (spec is None) != (table or write is not None):
-        raise typer.BadParameter("give a notation string, or --table, or --write FILE")
-    if spec is None:
-        if table:
-            typer.echo(table_markdown())
-        if write is not None:
-            try:
-                generated.rewrite(write, "table", table_markdown())
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
-        return
-    try:
-        lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
-        meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)
-        typer.echo(str(describe(spec, sizes=lengths, mesh=ranks, dtype=meant, hardware=hardware)))
-    except (ValueError, TypeError) as error:
-        typer.echo(f"{error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -248,7 +195,10 @@ def train(
     order: Annotated[str, typer.Option(help="Of sums: rank, or tree, which does not depend on ranks.")] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Train a small decoder on a 2 x 2 mesh of CPU ranks with every schedule and in one process: losses must agree."""
+    """Train a small decoder by every schedule: losses must agree.
+
+    On a 2 x 2 mesh of CPU ranks, and in one process, which is the reference.
+    """
     from .cases import ranks
     from .machine import describe
     from .train import Training, compare, of_order
@@ -281,7 +231,7 @@ def _layer(name: str, about: str) -> None:
         readme: Annotated[Path | None, typer.Option(help="Document whose part of this name is written again.")] = None,
     ) -> None:
         from .generated import rewrite
-        from .layers import SUITES, decode_table, run
+        from .layers import SUITES, decode_table, run, table
         from .machine import describe
 
         suite, console, machine = SUITES[name], arguments.console(), describe()
@@ -296,41 +246,51 @@ def _layer(name: str, about: str) -> None:
             raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
         path = arguments.folder(out, machine.name) / f"{name}.csv"
         given = suite.seconds if seconds is None else seconds
-        frame = run(name, world_sizes, sizes, given, lambda line: console.print(line, highlight=False))
+        # A round's variants, their checks and the start of ranks come on top.
+        pairs = itertools.product(world_sizes, dict.fromkeys(sizes))
+        steps = [(f"{','.join(map(str, size))} on {count}", given + 3) for count, size in pairs]
+        with arguments.progress(console, steps, f"{path} is as it was") as done:
+            frame = run(name, world_sizes, sizes, given, console.print, done)
         if frame.empty:
             raise typer.Exit(1)
         frame.to_csv(path, index=False)
-        console.print(f"rows: {path}")
+        table(suite, frame).print(console)
+        console.print("Medians of the slowest rank; speed-up: dtensor / fusedtp.")
+        console.print(f"rows: {path}", soft_wrap=True)
         if readme is not None:
             rewrite(readme, name, decode_table(frame))
 
-    app.command(name, help=f"{about} Prints and keeps each speed-up with its 95 % interval.")(command)
+    more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."
+    app.command(name, help=f"{about}\n\n{more}")(command)
 
 
-_layer(
-    "mlp",
-    "Time a tensor-parallel MLP on CPU ranks, forward and backward, against torch's DTensor styles. Sizes: M,D,F.",
-)
-_layer("grouped", "Time q, k and v at one gather on CPU ranks, beside torch's DTensor styles. Sizes: M,H,Nq,Nk,Nv.")
-_layer("decode", "Time matmul + all-reduce + residual + RMSNorm of few tokens on CPU ranks. Sizes: M,N,K.")
+_layer("mlp", "Time a tensor-parallel MLP, sizes M,D,F.")
+_layer("grouped", "Time q, k and v at one gather, sizes M,H,Nq,Nk,Nv.")
+_layer("decode", "Time a decoder's all-reduce of few tokens, sizes M,N,K.")
 
 
 @app.command()
 def overhead(
     out: Annotated[Path, typer.Option(help="The file that rows are added to.")] = Path("overhead.csv"),
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, of which medians and quartiles are kept.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="Rounds, of which medians and quartiles are kept.")] = 15,
 ) -> None:
-    """Measure what a call costs its host beside what it is for, in microseconds, on CPU ranks."""
+    """Measure a call's cost on its host, in microseconds.
+
+    That is what it takes on CPU ranks beside what it is for.
+    """
     from . import layers
 
-    typer.echo(layers.overhead(out, rounds).to_string(index=False))
+    layers.overhead_table(layers.overhead(out, rounds)).print(arguments.console())
 
 
 @app.command()
 def doctor(
     providers: Annotated[bool, typer.Option("--providers", help="List the baselines of `fusedtp sweep` too.")] = False,
 ) -> None:
-    """Say what this machine has, which schedules run on it and why, and in the last line which one `auto` takes."""
+    """Say what this machine has and which schedules run here.
+
+    The last line says which one `auto` takes.
+    """
     from .doctor import examine
 
     examine(arguments.console(), providers=providers)

@@ -31,14 +31,17 @@ def plan(
     world_size: Annotated[int, typer.Option(min=1, help="Ranks to split over.")] = 2,
     sequence_parallel: Annotated[bool, typer.Option(help="Split tokens between the matmuls.")] = True,
 ) -> None:
-    """Show what fusedtp.parallelize would make of a Hugging Face decoder: a style for each module, or why it cannot."""
+    """Show how a Hugging Face decoder would be split over ranks.
+
+    That is what fusedtp.parallelize would make of it: a style for each module, or why it cannot.
+    """
     from fusedtp.styles.decoders import decoder_plan
 
     try:
         with _bounded():
             model, notes = _without_weights(config)
             styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
-            _show(model, styles, f"{type(model).__name__} over {world_size} ranks")
+            _show(model, styles, world_size)
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
@@ -167,7 +170,7 @@ def _bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) -> None:
+def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
     from fusedtp.styles.decoders import matching, told, whole
 
     from .tables import CellTable
@@ -178,7 +181,11 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], title: str) 
         # What is packed is taken apart first; its parts are not there yet.
         kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed one"
         lines += [{"module": pattern, "is": kind, "style": repr(style)} for style in each]
-    console = arguments.console(160)
-    console.print(CellTable.of("plan", title, lines).printed(sections=False))
-    if left := whole(model, styles):
-        console.print(told(left), highlight=False)
+    console = arguments.console()
+    CellTable.of("plan", f"{type(model).__name__} over {world_size} ranks", lines).print(console)
+    num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
+    share = sum(left.values())
+    each_gb = num_bytes * (share + (1 - share) / world_size) / 1e9
+    console.print(f"Parameters: {num_bytes / 1e9:.3g} GB in all, {each_gb:.3g} GB on each of {world_size} ranks.")
+    if left:
+        console.print(told(left))

@@ -1,8 +1,9 @@
-"""`fusedtp predict`: what the cost model says about an op, over sizes and numbers of ranks; no rank is started."""
+"""`fusedtp predict | explain`: what the cost model and the planner say about an op. No rank is started."""
 
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,10 +11,15 @@ import typer
 from . import arguments
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from fusedtp.cost.hardware import Hardware
     from fusedtp.cost.model import Prediction
+    from fusedtp.explain import Explanation
+
+    from .tables import CellTable
 
 
 def hardware_of(name: str, world_size: int) -> Hardware:
@@ -54,12 +60,16 @@ def predict(
     order: Annotated[
         str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")
     ] = "rank",
+    csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV, with all columns.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
-    """Predict an op's time by each schedule, from its sizes and a table of hardware. Nothing is measured."""
+    """Predict an op's time by each schedule.
+
+    Nothing is measured: the times follow from sizes and a table of hardware.
+    """
     from fusedtp import cost
 
-    console = arguments.console(160)
+    console = arguments.console()
     if list_:
         show_hardware(console)
         return
@@ -89,31 +99,54 @@ def predict(
     except ValueError as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
-    show(predictions, [size for _ in ranks for size in sizes], console)
+    of_each = [size for _ in ranks for size in sizes]
+    table = table_of(predictions, of_each)
+    if csv:
+        typer.echo(table.cells.rename(columns=lambda name: name.replace("\n", " ")).to_csv(index=False), nl=False)
+        return
+    table.print(console)
+    for text in list(dict.fromkeys(text for each in predictions for text in each.assumptions))[1:]:
+        console.print(f"- {text}")
+    console.print(verdict(predictions, of_each))
 
 
-def show(predictions: list[Prediction], sizes: list[tuple[int, int, int]], console: Console) -> None:
-    """Print the table of predictions and, once each, what they assume."""
-    from .tables import CellTable
+def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> CellTable:
+    """Return the predictions as a table, a line each."""
+    from .tables import SIZE, CellTable
 
     first, lines = predictions[0], []
-    for each, (M, N, K) in zip(predictions, sizes, strict=True):
-        times: dict[str, float | None] = {"cast": each.cast_us} if each.cast_us else {}
-        times["matmul"] = each.matmul_us if each.flops else None
-        times |= {name: getattr(each, f"{name}_us") for name in ("comm", "unfused", "decomposed", "fused", "ceiling")}
+    for each, size in zip(predictions, sizes, strict=True):
+        times = {name: getattr(each, f"{name}_us") for name in ("unfused", "decomposed", "fused")}
+        times["bound"] = each.ceiling_us
+        parts: dict[str, float | None] = {"matmul": each.matmul_us if each.flops else None, "comm": each.comm_us}
+        parts["cast"] = each.cast_us or None
         if each.network_us:
-            times |= {"network": each.network_us, "exposed": each.network_exposed_us}
+            parts |= {"network": each.network_us, "exposed": each.network_exposed_us}
         lines.append({
-            "M": M, "N": N, "K": K, "ranks": each.work.num_ranks,
-            **{f"{name}\nus": time for name, time in times.items()}, "hidden": each.efficiency(each.winner),
-            "fastest": each.winner, "speed-up": each.speedup,
-            **({"by": each.algorithm} if each.work.kind == "all_reduce" else {}), "sent MB": each.sent_bytes / 1e6,
-            "GFLOP": each.flops / 1e9,
+            SIZE: " x ".join(map(str, size)), "ranks": each.work.num_ranks,
+            **{f"{name}\nus": time for name, time in times.items()}, "fastest": each.winner, "speed-up": each.speedup,
+            "by": each.algorithm if each.work.kind == "all_reduce" else None,
+            **{f"{name}\nus": time for name, time in parts.items()}, "hidden": each.efficiency(each.winner),
+            "sent\nMB": each.sent_bytes / 1e6, "GFLOP": each.flops / 1e9,
         })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"
-    console.print(CellTable.of("predictions", title, lines).printed(sections=False))
-    for text in dict.fromkeys(text for each in predictions for text in each.assumptions):
-        console.print(f"- {text}", highlight=False)
+    return CellTable.of(
+        "predictions",
+        title,
+        lines,
+        optional=("GFLOP", "sent\nMB", "MB", "hidden", "exposed", "cast", "comm", "matmul", "network", "by"),
+    )
+
+
+def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> str:
+    """Return what the predictions mean, in a sentence."""
+    best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
+    means = "speed-up is unfused / fastest; bound, the longer of matmul and communication, each alone"
+    if best.winner == "unfused":
+        return f"No gain: unfused is the fastest everywhere ({means})."
+    num_gain = sum(each.winner != "unfused" for each in predictions)
+    where = f"at {' x '.join(map(str, size))} on {best.work.num_ranks} ranks"
+    return f"Gain in {num_gain} of {len(predictions)}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
 
 
 def show_hardware(console: Console) -> None:
@@ -131,5 +164,84 @@ def show_hardware(console: Console) -> None:
              "source": machine.sources[name]}
             for name, value in values.items()
         ]  # fmt: skip
-        console.print(CellTable.of("hardware", f"{machine.name}: {machine.title}", lines).printed(sections=False))
-    console.print(f"ops: {', '.join(OPS)}", highlight=False)
+        CellTable.of("hardware", f"{machine.name}: {machine.title}", lines).print(console)
+        console.print()
+    console.print(f"ops: {', '.join(OPS)}")
+
+
+def explain(
+    spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
+    mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
+    dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
+    hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
+    table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
+    write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
+) -> None:
+    """Show the steps, bytes and FLOPs of a sharded matmul.
+
+    Of it and of both its gradients: collectives, the bytes that a rank sends, and the FLOPs that it computes.
+    """
+    from fusedtp import explain as describe
+    from fusedtp.cost.hardware import OCP, find
+    from fusedtp.explain import table_markdown
+
+    from . import generated
+
+    if (spec is None) != (table or write is not None):
+        raise typer.BadParameter("give a notation string, or --table, or --write FILE")
+    if spec is None:
+        if table:
+            typer.echo(table_markdown())
+        if write is not None:
+            try:
+                generated.rewrite(write, "table", table_markdown())
+            except (ValueError, OSError) as error:
+                raise typer.BadParameter(str(error)) from error
+        return
+    try:
+        lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
+        meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)
+        found = describe(spec, sizes=lengths, mesh=ranks, dtype=meant, hardware=hardware)
+    except (ValueError, TypeError) as error:
+        typer.echo(f"{error}", err=True)
+        raise typer.Exit(2) from error
+    _explained(found, arguments.console())
+
+
+def _explained(found: Explanation, console: Console) -> None:
+    # A table for each of the three matmuls with its total and its reason, then the totals of all.
+    from fusedtp.sharding.candidates import quantity
+
+    from .tables import CellTable
+
+    def amounts(sent: int | None, flops: int | None) -> dict[str, str]:
+        return {"a rank\nsends": quantity(sent, "B") if sent else "",
+                "a rank\ncomputes": quantity(flops, "FLOP") if flops else ""}  # fmt: skip
+
+    console.print(f"{found.spec}\n{found.given}".strip())
+    for phase in found.phases:
+        console.print()
+        lines: list[dict[str, object]] = []
+        together = ""
+        for line in phase.lines:
+            cells: dict[str, object] = {"step": f"{line.step}{', fused' * line.step.fused}"}
+            cells |= {"a rank sends or computes": line.amount} if line.sent is None else amounts(line.sent, line.flops)
+            if line.predicted is not None:
+                is_matmul = not line.step.is_collective
+                cells["alone\nus"] = line.predicted.matmul_us if is_matmul else line.predicted.comm_us
+                if is_matmul and line.step.fused:
+                    together = ", ".join(f"{name} {us:.1f} us" for name, us in line.predicted.times.items())
+            lines.append(cells)
+        if phase.sent is not None and len(lines) > 1:
+            lines.append({"step": "total", **amounts(phase.sent, phase.flops)})
+        CellTable.of("phase", f"{phase.formula}: {phase.notation}", lines).print(console)
+        if together:
+            console.print(f"matmul and collective together: {together}")
+        console.print(f"({phase.reason})")
+    if all(phase.sent is not None for phase in found.phases):
+        sent, flops = (sum(getattr(phase, name) for phase in found.phases) for name in ("sent", "flops"))
+        total = f"{quantity(sent, 'B')} and computes {quantity(flops, 'FLOP')}"
+        console.print(f"\nIn all: a rank sends {total}, forward and backward.")
+    for note in found.notes:
+        console.print(note)

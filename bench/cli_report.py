@@ -12,7 +12,7 @@ from fusedtp.op import ALL_GATHER_MATMUL
 
 from . import arguments
 
-app = typer.Typer()
+app = typer.Typer(**arguments.PLAIN)
 
 
 @app.command()
@@ -20,11 +20,14 @@ def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of results; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
     readme: Annotated[Path | None, typer.Option(help="Document whose table of results is replaced.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
+    ] = False,
     hardware: Annotated[
         str | None, typer.Option(help="Also draw the cost model's predictions for a name of predict --list, or here.")
     ] = None,
 ) -> None:
-    """Print the tables of stored results, and write a picture and a page beside their file.
+    """Print the tables of stored rows, draw a picture and a page.
 
     sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
     timeline.json beside it is drawn on the page too.
@@ -43,7 +46,7 @@ def report(
             modelled = drawing.predictions(stored, partial(hardware_of, hardware)) if hardware is not None else []
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        drawing.show(stored, console)
+        drawing.show(stored, console, verbose=verbose)
         if drawing.picture(stored, path.with_suffix(".png")):
             console.print(f"picture: {path.with_suffix('.png')}")
         if readme is not None:
@@ -55,10 +58,10 @@ def report(
                 raise typer.BadParameter(str(error)) from error
             console.print(f"table: {readme}")
         if malformed := drawing.write([*stored, *modelled], path):
-            console.print(f"no timeline on the page: {malformed}", markup=False, highlight=False)
+            console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)
         pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
-        console.print(f"page: {path.with_suffix('.html')}{pictures}", highlight=False)
+        console.print(f"page: {path.with_suffix('.html')}{pictures}")
 
 
 @app.command()
@@ -72,9 +75,10 @@ def compare(
         bool, typer.Option("--all", help="Also list what did not change, and what is in one file only.")
     ] = False,
 ) -> None:
-    """Say what got faster and what slower from A to B, with confidence intervals.
+    """Say what got faster or slower from A to B.
 
-    Exits with 2 where the files come from different machines or have no case in common, whatever the times say.
+    Ratios have confidence intervals. Exits with 2 where the files come from different machines or have no case in
+    common, whatever the times say.
     """
     from . import compare as comparing
 
@@ -90,10 +94,10 @@ def compare(
             in_common = comparing.in_common(found)
             raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same. {in_common}")
         console.print("Warning:", style="bold yellow", end=" ")
-        console.print(f"{text}: what differs may be the machine, not the code.", highlight=False)
+        console.print(f"{text}: what differs may be the machine, not the code.")
     for line in comparing.conditions(old, new):
         console.print("differs:", style="yellow", end=" ")
-        console.print(line, highlight=False)
+        console.print(line)
     comparing.show(found, console, absolute=absolute, confidence=confidence, everything=everything)
     if not found.changes:
         console.print("Nothing to compare: no case and variant is timed in both files.")
@@ -110,9 +114,10 @@ def timeline(
     rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
 ) -> None:
-    """Record when each rank multiplies, copies and waits in one call: timeline.json for Perfetto, timeline.png.
+    """Record when each rank multiplies, copies and waits.
 
-    Says which schedule is faster over all recorded calls, and why the shown one is slower where it is.
+    Leaves one call of each schedule as timeline.json, for Perfetto, and timeline.png. Says which schedule is faster
+    over all recorded calls, and why the shown one is slower where it is.
     """
     from . import timeline as recorded
     from .cases import DTYPES, OPS, Case
@@ -134,10 +139,10 @@ def timeline(
     try:
         found = recorded.timeline(case, schedules, rounds, machine)
     except RankError as error:
-        console.print(str(error), markup=False, highlight=False)
+        console.print(str(error))
         raise typer.Exit(1) from error
     recorded.write(found, path)
     recorded.picture(found, path.with_suffix(".png"))
     for line in recorded.remarks(found):
-        console.print(line, highlight=False)
+        console.print(line)
     console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")

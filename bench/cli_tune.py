@@ -55,16 +55,21 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option(help="With --kernels: tune the file's sizes again.")] = False,
 ) -> None:
-    """Measure a few sizes of every op and schedule here, a minute or two, and write them for schedule="auto".
+    """Measure this machine, for schedule="auto".
 
-    The schedules of a size take turns, round by round. The file is FUSEDTP_TUNING, or fusedtp/tuning.json in the user's
-    cache folder.
+    Times a few sizes of every op by every schedule, in turns, in a minute or two. The file is FUSEDTP_TUNING, or
+    fusedtp/tuning.json in the user's cache folder.
 
-    The columns: travels, rows x columns of what is sent, of all ranks together; third, the product's remaining length
-    on a rank, none for a collective alone; of each schedule the median ms of the slowest rank and, in brackets, the
-    quartiles; fastest, the schedule with the least median; by, how many times as long the next one takes at least, by
-    the 95 % interval of the ratio. Where that is not above 1 the difference is noise: auto takes what it would take
-    without a measurement, unless that is slower beyond noise.
+    The columns:
+
+    - travels: rows x columns of what is sent, of all ranks together
+    - third: the product's remaining length on a rank, none for a collective alone
+    - unfused, decomposed, fused: the median of the slowest rank, and where there is room its quartiles, 25 to 75 %
+    - fastest: the schedule with the least median
+    - by: how many times as long the next one takes at least, by the 95 % interval of the ratio
+
+    Where that is not above 1 the difference is noise: auto takes what it would take without a measurement, unless that
+    is slower beyond noise.
 
     With --kernels: which tile, how many warps and stages, and in a gather how many programs that push, are the fastest
     for a size, tried on the GPUs here, each checked before it is timed. All ranks of a group take what rank 0's file
@@ -75,7 +80,7 @@ def tune(
 
     if not kernels and (model or tokens or shape or again):
         raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
-    console = arguments.console(140)
+    console = arguments.console()
     try:
         target = out or tuning.path()
     except ValueError as error:
@@ -111,17 +116,17 @@ def tune(
 
     samples, rates = measure(
         world_sizes, dtypes, seconds=0.5 if seconds is None else seconds, num_gpus=num_gpus,
-        said=lambda text: console.print(text, highlight=False),
+        said=lambda text: console.print(text),
     )  # fmt: skip
     table = tuning.Table(machine, tuple(samples), rates)
     before, _, ignored = tuning.load(target)
     if before is not None:
         table = before.updated(table)
     elif ignored:
-        console.print(f"replaced: {ignored}", highlight=False)
+        console.print(f"replaced: {ignored}")
     tuning.write(target, tuning.dump(table))
     show_table(table, console)
-    console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new", highlight=False)
+    console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new")
 
 
 def noisy(samples: Sequence[Sample]) -> str:
@@ -143,23 +148,25 @@ def show_table(measured: Measurements, console: Console) -> None:
 
     lines, num_noise = [], 0
     for sample in measured.samples:
-        line = {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype}
-        line |= {"travels": f"{sample.rows}x{sample.cols}", "third": sample.third or None}
+        line: dict[str, object] = {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype}
+        line |= {"travels": f"{sample.rows} x {sample.cols}", "third": sample.third or None}
         for name, ms in sample.ms.items():
-            ends = [milliseconds(each[name]) for each in (sample.p25, sample.p75) if name in each]
-            line[f"{name}\nms (quartiles)"] = f"{milliseconds(ms)} ({' to '.join(ends)})" if ends else milliseconds(ms)
+            line[f"{name}\nms"] = ms
+            if name in sample.p25:
+                ends = milliseconds(sample.p25[name]), milliseconds(sample.p75[name])
+                line[f"{name}\n25 to 75 %"] = " to ".join(ends)
         fastest = min(sample.ms, key=lambda name: sample.ms[name])
         least = min((ratio for name, ratio in sample.slower.items() if name != fastest), default=None)
         num_noise += least is not None and least <= 1
         by = "" if least is None else f"{least:.2f}x" if least > 1 else "noise"
         lines.append(line | {"fastest": fastest, "by": by})
-    console.print(CellTable.of("tuning", "measured on this machine", lines).printed(sections=False))
+    CellTable.of("tuning", "measured on this machine", lines, optional=("25 to 75 %",)).print(console, "op")
     if num_noise:
         told = f"In {num_noise} of {len(lines)} lines the difference is noise"
         what = "auto takes what it would without a measurement, unless that is slower beyond noise"
-        console.print(f"{told}: {what}.", highlight=False)
+        console.print(f"{told}: {what}.")
     if warning := noisy(measured.samples):
-        console.print(warning, style="bold yellow", highlight=False)
+        console.print(warning, style="bold yellow")
     for n in measured.rates:
         machine = measured.hardware(n)
         assert machine is not None
@@ -167,8 +174,7 @@ def show_table(measured: Measurements, console: Console) -> None:
         console.print(
             f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s, an op {machine.launch_us:.0f} us,"
             f" a wait {machine.flag_us:.0f} us, the backend {machine.collective_start_us:.0f} us"
-            f" and {machine.link_gbps:.2f} GB/s",
-            highlight=False,
+            f" and {machine.link_gbps:.2f} GB/s"
         )
 
 
@@ -218,7 +224,7 @@ def _once(found: Iterable[Case], console: Console) -> list[Case]:
     kept: dict[object, Case] = {}
     for case in found:
         if why := missing(case):
-            console.print(f"left out: {case}: {why}", highlight=False)
+            console.print(f"left out: {case}: {why}")
         else:
             kept.setdefault(size_of(case), case)
     if not kept:
@@ -236,7 +242,7 @@ def tune_tiles(
     from .tune_kernels import size_of, tune_kernels
 
     def said(text: str, style: str = "") -> None:
-        console.print(text, highlight=False, style=style)
+        console.print(text, style=style)
 
     num_gpus = int(str(machine["num_gpus"]))
     before, _, ignored = tuning.load(target)
@@ -274,19 +280,19 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
     """Print a line a size: the table's time, the fastest tile and its time, and by how much it is faster for sure."""
     from fusedtp.kernels.choices import of_fields
 
-    from .tables import CellTable, milliseconds
+    from .tables import CellTable
 
     lines = [
         {
-            "op": each.op, "ranks": each.world_size, "dtype": each.dtype, "travels": f"{each.rows}x{each.cols}",
-            "third": each.third, "the table's\nms": milliseconds(each.usual_ms), "fastest\nms": milliseconds(each.ms),
+            "op": each.op, "ranks": each.world_size, "dtype": each.dtype, "travels": f"{each.rows} x {each.cols}",
+            "third": each.third, "the table's\nms": each.usual_ms, "fastest\nms": each.ms,
             "by": f"{each.faster:.2f}x" if each.choice else "nothing",
             "tile": str(of_fields(each.choice)) if each.choice else "the table's",
         }
         for each in tuned
     ]  # fmt: skip
     if lines:
-        console.print(CellTable.of("tiles", f"tiles, {how}", lines).printed(sections=False))
+        CellTable.of("tiles", f"tiles, {how}", lines).print(console, "op")
 
 
 def show_current_tiles(table: Measurements, console: Console) -> None:
@@ -297,4 +303,4 @@ def show_current_tiles(table: Measurements, console: Console) -> None:
     show_tiles(current, "measured on this machine", console)
     if others := len(table.kernels) - len(current):
         told = f"{others} tiles are of another version of fusedtp and are not taken: tune them again"
-        console.print(told, highlight=False)
+        console.print(told)

@@ -17,7 +17,7 @@ from .cases import SHORT_DTYPES, TITLES
 from .frames import BASELINE
 from .intervals import Interval, measured, ratio
 from .store import Measurement
-from .tables import CellTable
+from .tables import SIZE, CellTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,8 +113,11 @@ def compare(
 def described(row: Measurement) -> str:
     """Return a row's case and variant in one line."""
     of = f", {row.model} {row.layer} at {row.tokens} tokens" if row.model else ""
-    size = f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
-    return f"{TITLES.get(row.op, row.op)} {size}, {row.direction} on {row.world_size}{of}, {row.variant}"
+    return f"{TITLES.get(row.op, row.op)} {_size(row)}, {row.direction} on {row.world_size}{of}, {row.variant}"
+
+
+def _size(row: Measurement) -> str:
+    return f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
 
 
 def in_common(found: Comparison) -> str:
@@ -168,17 +171,19 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
     for verdict in count:
         lines = [
             {
-                "case": described(each.after), "A\nmedian, ms": each.before.median_ms,
-                "B\nmedian, ms": each.after.median_ms, f"{what}\nratio": each.interval.ratio,
-                f"{confidence:.0%} confidence interval\nfrom": each.interval.low, "\nto": each.interval.high,
+                "op": f"{TITLES.get(each.after.op, each.after.op)}, {each.after.direction}",
+                "layer": " ".join(filter(None, (each.after.model, each.after.layer))), SIZE: _size(each.after),
+                "ranks": each.after.world_size, "variant": each.after.variant, "A\nmedian, ms": each.before.median_ms,
+                "B\nmedian, ms": each.after.median_ms, "B / A\nratio": each.interval.ratio,
+                f"{confidence:.0%} interval\n": f"{each.interval.low:.3f} to {each.interval.high:.3f}",
             }
             for each in found.changes if each.verdict == verdict
         ]  # fmt: skip
         count[verdict] = len(lines)
         if lines and (verdict or everything):
-            title = f"{verdict or 'no significant difference'} in B: {len(lines)}"
+            title = f"{verdict or 'no significant difference'} in B: {len(lines)}, {what}"
             table = CellTable.of("", title, lines[::-1] if verdict == "faster" else lines)
-            console.print(table.printed(sections=False), style=None if verdict else "dim")
+            table.print(console, "op", None if verdict else "dim")
     told = [in_common(found)]
     if total:
         counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
@@ -190,4 +195,4 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
         told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]
     told += _apart(found, everything)
     for line in told:
-        console.print(line, highlight=False, markup=False)
+        console.print(line)

@@ -44,7 +44,7 @@ def examine(console: Console, *, providers: bool = False) -> None:
         from .providers import listing
 
         show(console, "Providers", listing(found.num_gpus))
-    console.print(found.verdict, highlight=False, markup=False, soft_wrap=True)
+    console.print(found.verdict, soft_wrap=True)
 
 
 def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:

@@ -35,6 +35,8 @@ INTERPRET = ("TRITON_INTERPRET", "1")
 # at the rate of a slow core that ranks share.
 JOB_SECONDS = 180.0
 SLOW_FLOPS = 1e10
+# Of a core that has nothing else to do, or of a GPU in float64.
+FAST_FLOPS = 4e10
 # A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
 # the gate.
 LONG_FLOPS = 1e11
@@ -116,10 +118,10 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
 
 
 def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
-    """1, 2, 4, as far as there are GPUs if there are any; up to 8 with 8 of them."""
+    """2 and 4, as far as there are GPUs if there are any; up to 8 with 8 of them. One rank has nothing to send."""
     if request.world_sizes is not None:
         return request.world_sizes
-    return tuple(size for size in (1, 2, 4, 8) if size <= (num_gpus or 4))
+    return tuple(size for size in (2, 4, 8) if size <= (num_gpus or 4)) or (1,)
 
 
 def plan(request: Request, num_gpus: int) -> list[Job]:
@@ -233,6 +235,13 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
         for case in block(model, tokens, world_size, dtype, request.seed)
         if case.op in request.ops
     ]
+
+
+def estimate(job: Job) -> float:
+    """About how many seconds a job takes: its rounds, and beside them what runs for the gate."""
+    calls = sum(len(job.variants_of(each)) * (1 if job.is_long else 2) + 3 for each in job.directions)
+    rounds = sum(job.seconds for _ in job.directions) if job.timed else 0.0
+    return rounds + 1.0 * len(job.directions) + calls * flops(job.case, "forward") / FAST_FLOPS
 
 
 def seconds_of(job: Job) -> float:

@@ -41,6 +41,7 @@ from .intervals import Timing, ratio
 from .machine import describe
 from .ranks import RankPool
 from .store import cell
+from .tables import CellTable
 from .timing import measure
 
 # The relative error of float32 sums of a few thousand terms through two matmuls, forward and back, with room to spare.
@@ -275,15 +276,20 @@ def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float)
         return measure(runners, group, torch.device("cpu"), seconds=seconds)
 
 
-def told(suite: Suite, size: Sequence[int], timings: Mapping[str, Timing]) -> str:
-    """Return the medians of one size, and the speed-up over dtensor with its interval, in words."""
-    medians = "  ".join(f"{name} {each.median_ms:.3g}" for name, each in timings.items())
-    speedup = ratio(timings[suite.over[0]], timings["fusedtp"])
-    how = "faster" if speedup.low > 1 else "slower" if speedup.high < 1 else "cannot be told apart"
-    return (
-        f"{', '.join(suite.columns)} = {', '.join(map(str, size))}: {medians} ms over {timings['fusedtp'].rounds} "
-        f"rounds; speed-up over dtensor {speedup}, 95 % interval in brackets: {how}"
-    )
+def table(suite: Suite, frame: pd.DataFrame) -> CellTable:
+    """Return the medians of every size, and the speed-up over dtensor with its interval and what that says."""
+    lines = []
+    for (*size, ranks), part in frame.groupby([*suite.columns, "world_size"], sort=False):
+        ours = part[part.variant == "fusedtp"].iloc[0]
+        speedup, low, high = ours[["speedup_vs_dtensor", "speedup_low", "speedup_high"]]
+        verdict = "faster" if low > 1 else "slower" if high < 1 else "no difference"
+        lines.append({
+            " x ".join(suite.columns): " x ".join(map(str, size)), "ranks": ranks,
+            **{f"{name}\nms": ms for name, ms in zip(part.variant, part.median_ms, strict=True)},
+            "speed-up": speedup,
+            "95 %\ninterval": f"{low:.2f} to {high:.2f}", "fusedtp\nis": verdict,
+        })  # fmt: skip
+    return CellTable.of("layers", suite.layer, lines, optional=("concatenated", "dtensor_once", "local"))
 
 
 def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
@@ -306,16 +312,20 @@ def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping
 
 
 def run(
-    name: str, world_sizes: Sequence[int], sizes: Sequence[Sequence[int]], seconds: float, said: Callable[[str], object]
-) -> pd.DataFrame:
-    """Time every size on ranks started here; `said` hears of each. Return the rows, none where all ranks died."""
+    name: str, world_sizes: Sequence[int], sizes: Sequence[Sequence[int]], seconds: float,
+    said: Callable[[str], object], done: Callable[[], object] = lambda: None,
+) -> pd.DataFrame:  # fmt: skip
+    """Time every size on ranks started here. Return the rows, none where all ranks died.
+
+    `said` hears of deaths; `done` is called after each size.
+    """
     suite, rows = SUITES[name], []
     for world_size in world_sizes:
         with RankPool(world_size, timeout=300) as pool:
             for size in dict.fromkeys(sizes):
                 for timings in (pool.run_again(compare, name, size, seconds, told=said) or ())[:1]:
                     rows += rows_of(suite, size, world_size, timings)
-                    said(f"{world_size} ranks, {told(suite, size, timings)}")
+                done()
     return pd.DataFrame(rows)
 
 
@@ -406,3 +416,11 @@ def overhead(out: Path, rounds: int) -> pd.DataFrame:
     frame = pd.DataFrame(rows)
     frame.to_csv(out, mode="a", header=not out.exists(), index=False)
     return frame
+
+
+def overhead_table(frame: pd.DataFrame) -> CellTable:
+    """Return what a call takes beside its work."""
+    columns = {"world_size": "ranks", "direction": "direction", "beside_us": "beside\nus", "q1_us": "25 %\nus",
+               "q3_us": "75 %\nus", "linear_us": "F.linear\nus"}  # fmt: skip
+    title = f"A call beside its work, {ROWS} x {FEATURES} a rank"
+    return CellTable.of("overhead", title, frame[list(columns)].rename(columns=columns))

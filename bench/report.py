@@ -46,20 +46,35 @@ PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = 
 }
 
 
-def show(rows: Sequence[Measurement], console: Console) -> None:
-    """Print the timed cases, the totals of blocks, the checks without a time, what was not run, and every failure."""
+def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False) -> None:
+    """Print the timed cases, the totals of blocks, what was checked or not run, every failure, and the verdict.
+
+    verbose: also rates, each check, each reason why something was not run, and how to read the tables.
+    """
     frame = frame_of(rows)
-    shown = [make(frame, direction) for direction in DIRECTIONS for make in (tables.times, tables.rates)]
-    shown += [tables.totals(frame), tables.summary(frame), tables.checked(frame)]
+    makers = (tables.times, tables.rates) if verbose else (tables.times,)
+    shown = [make(frame, direction) for direction in DIRECTIONS for make in makers]
+    checked, refused = tables.checked(frame), tables.refused(frame)
+    shown += [tables.totals(frame), tables.summary(frame), *([checked] if verbose else []), refused]
     shown = [table for table in shown if not table.cells.empty]
     for table in shown:
-        console.print(table.printed())
-    for note in dict.fromkeys(table.note for table in shown if table.note):
-        console.print(note, style="dim", highlight=False)
-    for line in tables.not_run(frame):
-        console.print(f"not run: {line}", style="dim", highlight=False)
-    if not (refused := tables.refused(frame)).cells.empty:
-        console.print(refused.printed(), style="bold red", highlight=False)
+        by = "op" if table.name.startswith(("times", "rates")) else ""
+        table.print(console, by, "bold red" if table is refused else None)
+        if not by:
+            console.print()
+    lines = []
+    if not checked.cells.empty and not verbose:
+        names, worst = ", ".join(dict.fromkeys(checked.cells["variant"])), checked.cells["error / allowed"].max()
+        how = "interpreted" if "interpreted" in set(checked.cells["how"]) else "compiled"
+        lines.append(f"Checked, {how}, not timed: {names}; the largest error is {worst:.2g} of what is allowed.")
+    absent = tables.not_run(frame)
+    if verbose:
+        lines += [*dict.fromkeys(filter(None, (table.note for table in shown)))]
+        lines += [f"not run: {line}" for each in absent.values() for line in each]
+    elif absent:
+        lines.append(f"Not run here: {', '.join(absent)} (--verbose says why).")
+    for line in [*lines, *tables.verdict(frame)]:
+        console.print(line)
 
 
 def picture(rows: Sequence[Measurement], path: Path) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 
 from .cases import ALONE, SCHEDULES, SHORT_DTYPES, TITLES
-from .frames import BASELINE, blocks, bound, cases, each, overall, parts, records, timed
+from .frames import BASELINE, blocks, bound, cases, compared, each, overall, parts, records, timed
 from .frames import standings as by_size
 from .store import COLUMNS, NOT_RUN
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table as Printed
 
 Format: TypeAlias = "str | Callable[[Any], str]"
@@ -25,6 +28,7 @@ def milliseconds(value: float, digits: int = 3) -> str:
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
+SIZE = "M x N x K"
 # Of a heading, or of its last line, as a variant may have any name; other numbers have three digits.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
@@ -33,8 +37,7 @@ FORMATS: dict[str, Format] = {
         ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)
     ),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
-    "ms, +- 20-80 %": "{}",
-    "ms (quartiles)": "{}",
+    **dict.fromkeys(("ms, +-", "25 to 75 %"), "{}"),
 }
 BOUND = (
     "bound: the longer of the matmul and the backend's collective, each alone, and which it is. The matmul bounds "
@@ -46,18 +49,22 @@ BOUND = (
 
 @dataclass(frozen=True)
 class CellTable:
-    """`note`: how to read it."""
+    """`note`: how to read it. `optional`: headings, or lines of them, that a narrow console can do without."""
 
     name: str
     title: str
     cells: pd.DataFrame
     note: str = ""
+    optional: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "") -> CellTable:
+    def of(
+        cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "",
+        optional: tuple[str, ...] = (),
+    ) -> CellTable:  # fmt: skip
         """From cells by heading, without the columns in which no line has anything."""
         cells: Any = lines if isinstance(lines, pd.DataFrame) else pd.DataFrame(list(lines))
-        return cls(name, title, cells.loc[:, ~(cells.isna() | cells.eq("")).all()], note)
+        return cls(name, title, cells.loc[:, ~(cells.isna() | cells.eq("")).all()], note, optional)
 
     @property
     def numbers(self) -> dict[str, Format]:
@@ -78,20 +85,39 @@ class CellTable:
             styler.apply(lambda line: ["font-style: italic" if line["predicted"] else ""] * len(line), axis=1)
         return str(styler.to_html())
 
-    def printed(self, *, sections: bool = True) -> Printed:
-        """For the terminal, in sections by the first column."""
+    def print(self, console: Console, by: str = "", style: str | None = None) -> None:
+        """Print it below its title, or a table for each value of the column `by`.
+
+        Columns of `optional` that the console has no room for are left out, the first ones first.
+        """
+        if by and by in self.cells:
+            for value, cells in self.cells.groupby(by, sort=False):
+                part = CellTable.of(self.name, f"{self.title}, {value}", cells.drop(columns=by), optional=self.optional)
+                part.print(console, style=style)
+                console.print()
+            return
+        cells, left_out = self.cells, dict[str, None]()
+        for word in (*self.optional, None):
+            made = self._made(cells, int(word is not None))
+            if made.__rich_measure__(console, console.options.update(width=1000)).maximum <= console.width:
+                break
+            if gone := [name for name in cells if word in str(name).split("\n")]:
+                cells = cells.drop(columns=gone)
+                left_out |= dict.fromkeys(str(name).replace("\n", " ") for name in gone)
+        console.print(self.title, style=style or "bold", soft_wrap=True)
+        console.print(made, style=style)
+        if left_out:
+            console.print(f"left out in {console.width} columns: {', '.join(left_out)}", style="dim")
+
+    def _made(self, cells: pd.DataFrame, padding: int) -> Printed:
         from rich import box
         from rich.table import Table as Printed
 
-        made, formats = Printed(title=self.title, title_justify="left", box=box.SIMPLE_HEAD), self.numbers
-        for name in map(str, self.cells):
-            made.add_column(name, justify="right" if name in formats else "left")
-        before = None
-        for line in records(self.cells):
-            first, *_ = line.values()
-            if sections and before not in (None, first):
-                made.add_section()
-            before = first
+        made, formats = Printed(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, padding, 0, 0)), self.numbers
+        for name in map(str, cells):
+            is_number = name in formats
+            made.add_column(name, justify="right" if is_number else "left", no_wrap=is_number or name == SIZE)
+        for line in records(cells):
             made.add_row(*(_text(value, formats.get(name, "{}")) for name, value in line.items()))
         return made
 
@@ -108,7 +134,8 @@ def summary(frame: pd.DataFrame) -> CellTable:
         "a schedule does not, in the median case; negative where it spends more."
     )
     cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
-    return CellTable("summary", "Each schedule over all cases", cells, note)
+    optional = ("communication hidden", "best", "worst")
+    return CellTable("summary", "Each schedule over all cases", cells, note, optional)
 
 
 def standings(frame: pd.DataFrame) -> CellTable:
@@ -127,8 +154,9 @@ def standings(frame: pd.DataFrame) -> CellTable:
 
 def _about(first: Mapping[str, Any]) -> dict[str, Any]:
     # The columns that say which case it is.
-    layer, size = f"{first['model']} {first['layer']}".strip(), f"{first['size']} {first['short_dtype']}"
-    return {"op": TITLES.get(first["op"], first["op"]), "layer": layer, "ranks": first["world_size"], "M x N x K": size}
+    op = ", ".join(filter(None, (TITLES.get(first["op"], first["op"]), first["model"])))
+    size = f"{first['size']} {first['short_dtype']}"
+    return {"op": op, "layer": first["layer"], SIZE: size, "ranks": first["world_size"]}
 
 
 def _spread(row: Any) -> str:
@@ -140,27 +168,28 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
     """One line a case: times, speed-ups, how much is hidden."""
     shown = timed(frame[frame["direction"] == direction])
     variants = [variant for (variant,), _ in parts(shown, "variant")]
+    rivals = [variant for variant in variants if variant not in (*ALONE, *SCHEDULES)]
     lines = []
     for first, case in cases(shown):
         line = _about(first)
-        for name in variants:
-            if name in SCHEDULES:
-                line[f"{name}\nms, +- 20-80 %"] = _spread(case.loc[name]) if name in case.index else None
-            else:
-                line[f"{name}\nms"] = case["median_ms"].get(name)
-        for name in SCHEDULES[1:]:
-            line[f"{name}\nspeed-up"] = case["speedup_vs_unfused"].get(name)
-            line[f"{name}\nof matmul"] = case["matmul_fraction"].get(name)
-            line[f"{name}\nhidden"] = case["overlap_efficiency"].get(name)
+        for name in SCHEDULES:
+            line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
+        for name, what in ((name, what) for what in _RATIOS for name in SCHEDULES[1:]):
+            line[f"{name}\n{what}"] = case[_RATIOS[what]].get(name)
+        line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in SCHEDULES}
         lines.append(line)
     note = (
-        "Medians in ms, the slowest rank of each round; +- is half the 20-80 % range. M x N x K are global sizes. "
-        "matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: unfused / this "
-        "schedule, in the same rounds. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the "
-        "share of unfused - matmul, the exposed communication, that this schedule saves."
+        "Medians in ms over the rounds, the slowest rank's time; +- is half the 20-80 % range. M x N x K are global "
+        "sizes. matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: unfused / "
+        "this schedule. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the share of "
+        "unfused - matmul, the exposed communication, that this schedule saves."
     )
-    title = f"Times, {direction}; each result was compared with a float64 reference first"
-    return CellTable.of(f"times-{direction}", title, lines, note)
+    optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul")
+    return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
+
+
+# What is said of a schedule's time beside those of others, by heading: the rows' column.
+_RATIOS = {"speed-up": "speedup_vs_unfused", "of matmul": "matmul_fraction", "hidden": "overlap_efficiency"}
 
 
 def rates(frame: pd.DataFrame, direction: str) -> CellTable:
@@ -172,7 +201,8 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
         line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
         lines.append(line | {"bound, ms": longest, "bound": what, "bound / shortest": longest / shortest})
-    return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "")
+    optional = ("algbw, GB/s", "busbw, GB/s", "own_matmul", "unfused", "matmul", "decomposed", "fused")
+    return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "", optional)
 
 
 def totals(frame: pd.DataFrame) -> CellTable:
@@ -189,7 +219,8 @@ def totals(frame: pd.DataFrame) -> CellTable:
         line["of matmul"] = alone / best_ms if alone and best_ms else None
         line["auto\nspeed-up"] = base / medians["auto"] if base and "auto" in medians else None
         lines.append(line)
-    return CellTable.of("totals", "The matmuls of one transformer block together, ms", lines)
+    optional = ("of matmul", "auto", "comm", "own_matmul", "dtype", "matmul")
+    return CellTable.of("totals", "The matmuls of one transformer block together", lines, optional=optional)
 
 
 def checked(frame: pd.DataFrame) -> CellTable:
@@ -206,7 +237,8 @@ def checked(frame: pd.DataFrame) -> CellTable:
         "Checked: compared with a float64 reference and not timed. A kernel in Triton's interpreter computes what it "
         "would on a GPU, at a speed that says nothing about one. error / allowed: the largest error / its tolerance."
     )
-    return CellTable.of("checked", "Checked at small and uneven sizes, not timed", lines, note)
+    title = "Checked at small and uneven sizes, not timed"
+    return CellTable.of("checked", title, lines, note, ("dtypes", "how"))
 
 
 def refused(frame: pd.DataFrame) -> CellTable:
@@ -217,13 +249,36 @@ def refused(frame: pd.DataFrame) -> CellTable:
     return CellTable.of("refused", title, lines)
 
 
-def not_run(frame: pd.DataFrame) -> list[str]:
-    """Return a line for each variant that could not run here and each reason, with its ops and numbers of ranks."""
-    lines = []
+def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
+    """Return by variant why it could not run here, a line a reason, with its ops and numbers of ranks."""
+    lines = dict[str, list[str]]()
     for (variant, gate), members in parts(frame[~frame["passed"] & ~frame["failed"]], "variant", "gate"):
         where = "; ".join(f"{op} on {each(some, 'world_size')}" for (op,), some in parts(members, "op"))
-        lines.append(f"{variant}: {gate.removeprefix(NOT_RUN)} ({where})")
+        lines.setdefault(variant, []).append(f"{variant}: {gate.removeprefix(NOT_RUN)} ({where})")
     return lines
+
+
+def verdict(frame: pd.DataFrame) -> list[str]:
+    """Return in a few lines whether a schedule gains, where, and which one `auto` takes and why."""
+    shown, lines = compared(frame), list[str]()
+    for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
+        ordered, faster = sorted(records(members), key=lambda row: row["speedup"]), (members["low"] > 1).sum()
+        where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
+        gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
+        lines.append(f"{gain}, no difference in the others (95 % intervals).")
+        least = f"; least {_ratio(ordered[0])}" if len(ordered) > 1 else ""
+        lines.append(f"Most {_ratio(ordered[-1])}{least}.")
+    # A reason ends with the op and dtype of its case.
+    taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
+    for way, count in Counter(taken).most_common(2):
+        schedule, _, reason = way.partition(": ")
+        lines.append(f"auto takes {schedule} in {count} of {len(taken)} cases: {reason}.")
+    return lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
+
+
+def _ratio(row: Any) -> str:
+    told = f"{row['matmul']} {row['where']}, {row['direction']}, {row['world_size']} ranks"
+    return f"{row['speedup']:.2f}x ({row['low']:.2f} to {row['high']:.2f}) at {told}"
 
 
 def everything(frame: pd.DataFrame) -> CellTable:

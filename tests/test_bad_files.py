@@ -183,7 +183,7 @@ def test_bad_option(command: str, text: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(RankPool, "_started", nothing)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("text\n")
-    result = CliRunner().invoke(cli.app, [part.strip("'") for part in command.split(" ")])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [part.strip("'") for part in command.split(" ")])
     assert result.exit_code == 2, result.output
     # In a frame, folded to its width: only spaces differ.
     assert "".join(text.split()) in "".join(result.output.replace("\u2502", "").split())
@@ -194,7 +194,7 @@ def test_bad_option(command: str, text: str, tmp_path: Path, monkeypatch: pytest
 def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
-    result = CliRunner().invoke(cli.app, ["sweep", "--out", str(tmp_path)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["sweep", "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert "WORLD_SIZE of the environment must be integers, got 'two'" in " ".join(result.output.split())
 
@@ -345,11 +345,11 @@ def test_cells_are_no_markup_no_mathematics_and_no_document(
     other = tmp_path / "other.csv"
     store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
     for command, said in (
-        (["report", path, "--readme", tmp_path / "link.md"], "[/] :boom: $\\frac [bold"),
-        (["compare", path, other, "--all"], "[/] :boom: $\\frac [bold at 0 tokens"),
+        (["report", path, "--readme", tmp_path / "link.md"], "matmul, [/] :boom: $\\frac\n"),
+        (["compare", path, other, "--all"], "[/] :boom: $\\frac [bold "),
         (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
     ):
-        result = CliRunner().invoke(cli.app, list(map(str, command)))
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, list(map(str, command)))
         assert result.exit_code == 0, result.output
         assert said in result.output
     text = readme.read_bytes()
@@ -375,7 +375,7 @@ DOCUMENTS: list[tuple[bytes, str]] = [
 def test_documents_whose_part_is_not_clear_stay(content: bytes, text: str, tmp_path: Path) -> None:
     path = tmp_path / "sharding.md"
     path.write_bytes(content)
-    result = CliRunner().invoke(cli.app, ["explain", "--write", str(path)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["explain", "--write", str(path)])
     assert result.exit_code == 2, result.output
     for part in (f"{path} stays as it is: ", text):
         assert "".join(part.split()) in "".join(result.output.replace("\u2502", "").split())

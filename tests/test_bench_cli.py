@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,7 +27,7 @@ TINY = ["--op", "all_gather_matmul", "--dtype", "float32", "--shape", "24,20,16"
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
 
 
 def stored(folder: Path) -> list[Measurement]:
@@ -64,6 +65,8 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     assert timed["auto"].path.partition(":")[0] in ("unfused", "decomposed")
     assert timed["comm"].busbw_gbps == pytest.approx(timed["comm"].algbw_gbps / 2, rel=1e-4)
     assert "speed-up" in result.output
+    assert re.search(r"ain: decomposed is faster than unfused in [01] of 1 cases", result.output)
+    assert re.search(r"auto takes (decomposed|unfused) in 1 of 1 cases: ", result.output)
 
 
 def test_float8_is_swept_and_has_no_backward_pass(tmp_path: Path) -> None:
@@ -91,7 +94,10 @@ def test_what_cannot_run_is_a_row_and_a_note_not_a_failure(swept: tuple[Path, Re
     }
     assert len(absent) == 3
     assert {(row.median_ms, row.rounds) for row in absent} == {(None, 0)}
-    assert "not run: async_tp: its fused ops need CUDA (all_gather_matmul on 2)" in result.output
+    assert "Not run here: torch_symm_mem, async_tp, nccl_windows (--verbose says why)." in result.output
+    shown = invoke("report", "--verbose", "--out", out).output
+    assert "not run: async_tp: its fused ops need CUDA (all_gather_matmul on 2)" in shown
+    assert "Rates, forward" in shown
 
 
 def test_interpreted_rows_have_no_time(swept: tuple[Path, Result]) -> None:
@@ -163,7 +169,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Rates, forward") == 1
+    assert done.stdout.count("Times, forward") == 1
     assert [(row.variant, row.world_size) for row in stored(tmp_path)] == [
         (variant, 2) for variant in ("matmul", "comm", "unfused", "decomposed")
     ]

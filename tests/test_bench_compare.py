@@ -146,7 +146,7 @@ def test_conditions_that_differ_are_named(make_row: MakeRow) -> None:
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *map(str, arguments)])
 
 
 def test_command(make_row: MakeRow, tmp_path: Path) -> None:

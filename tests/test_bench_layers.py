@@ -27,16 +27,17 @@ SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8
 
 @pytest.mark.parametrize(
     ("ours", "told"),
-    [([1.0, 1.01, 0.99], "faster"), ([2.5, 1.5, 1.9], "cannot be told apart"), ([4.0, 4.1, 4.2], "slower")],
+    [([1.0, 1.01, 0.99], "faster"), ([2.5, 1.5, 1.9], "no difference"), ([4.0, 4.1, 4.2], "slower")],
 )
 def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) -> None:
     timings = {"dtensor": Timing.of([2.0, 2.02, 1.98]), "fusedtp": Timing.of(ours), "local": Timing.of([0.5] * 3)}
     interval = ratio(timings["dtensor"], timings["fusedtp"])
     assert interval.ratio == 2.0 / sorted(ours)[1]
     assert interval.low < interval.ratio < interval.high
-    line = layers.told(SUITES["mlp"], (16, 8, 32), timings)
-    assert str(interval) in line
-    assert line.endswith(told)
+    suite = SUITES["mlp"]
+    (line,) = layers.table(suite, pd.DataFrame(layers.rows_of(suite, (16, 8, 32), 2, timings))).cells.to_dict("records")
+    assert (line["M x D x F"], line["speed-up"], line["fusedtp\nis"]) == ("16 x 8 x 32", interval.ratio, told)
+    assert line["95 %\ninterval"] == f"{interval.low:.2f} to {interval.high:.2f}"
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -51,9 +52,10 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
     more = ("--readme", str(page)) if name == "decode" else ()
     given = [name, *shapes, "--world-size", "2", "--seconds", "0", "--out", str(tmp_path), *more]
     with mock.patch.object(layers, "RankPool", here):
-        done = CliRunner().invoke(app, given)
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, given)
     assert done.exit_code == 0, done.output
-    assert " ".join(done.output.split()).count("95 % interval in brackets") == len(SMALL[name])
+    assert done.output.count(f"2/{len(SMALL[name])}, ") == len(SMALL[name]) - 1
+    assert " x ".join(suite.columns) in done.output
     rows = pd.read_csv(tmp_path / machine.describe().name / f"{name}.csv")
     variants = list(dict.fromkeys(rows["variant"]))
     assert {*suite.over, "fusedtp", "local"} <= set(variants)
@@ -83,7 +85,7 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
     ("name", "size"), [("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")]
 )
 def test_sizes_that_ranks_cannot_share_are_refused(name: str, size: str) -> None:
-    done = CliRunner().invoke(app, [name, "--shapes", size])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--shapes", size])
     assert done.exit_code == 2, done.output
     assert "--shapes" in done.output
 
@@ -112,7 +114,7 @@ def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) 
     out = tmp_path / "overhead.csv"
     columns = "commit,dirty,machine,torch,world_size,direction,rows,features,beside_us,q1_us,q3_us,linear_us"
     out.write_text(f"{columns}\nbefore,False,another,2.11.0,1,forward,8,64,200.0,190.0,210.0,5.0\n")
-    done = CliRunner().invoke(app, ["overhead", "--out", str(out), "--rounds", "3"])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["overhead", "--out", str(out), "--rounds", "3"])
     assert done.exit_code == 0, done.output
     rows = pd.read_csv(out)
     assert ",".join(rows.columns) == columns

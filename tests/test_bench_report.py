@@ -284,7 +284,7 @@ def test_old_rows_are_told_apart_by_their_ranges(make_row: MakeRow) -> None:
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["report", *map(str, arguments)])
 
 
 def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, tmp_path: Path) -> None:

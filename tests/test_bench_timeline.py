@@ -142,7 +142,7 @@ def test_trace_file_round_trip_and_format(found: Timeline, tmp_path: Path) -> No
 
 def test_command(tmp_path: Path) -> None:
     arguments = ["timeline", "--shape", "64,48,32", "--rounds", "3", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, arguments)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, arguments)
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("*/timeline.json")
     assert path.with_suffix(".png").read_bytes().startswith(PNG)
@@ -159,7 +159,7 @@ def test_command(tmp_path: Path) -> None:
         assert " ".join(line.split()) in " ".join(done.output.split())
     assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
     for bad, message in ((["--schedule", "fused"], "one kernel"), (["--op", "matmul"], "--op must be among")):
-        done = CliRunner().invoke(app, [*arguments, *bad])
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, *bad])
         assert done.exit_code == 2
         assert message in " ".join(done.output.replace("\u2502", " ").split())
 

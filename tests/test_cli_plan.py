@@ -28,7 +28,7 @@ def test_a_plan_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
     # Its weights would be 140 GB.
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     config = folder_of("Llama", tmp_path, num_key_value_heads=8, **size)
-    done = CliRunner().invoke(app, ["plan", config, "--world-size", "8"])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", config, "--world-size", "8"])
     assert done.exit_code == 0, done.output
     for text in (
         "LlamaForCausalLM over 8 ranks", "80 x LlamaAttention", "FusedGroup('q_proj', 'k_proj', 'v_proj'",
@@ -42,7 +42,9 @@ def test_a_plan_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
 
 def test_what_stays_whole_is_named(tmp_path: Path) -> None:
     config = folder_of("Mixtral", tmp_path, num_hidden_layers=2, vocab_size=100)
-    done = CliRunner().invoke(app, ["plan", f"{config}/config.json", "--no-sequence-parallel", "--world-size", "16"])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(
+        app, ["plan", f"{config}/config.json", "--no-sequence-parallel", "--world-size", "16"]
+    )
     assert done.exit_code == 0, done.output
     assert "pieces={'k_proj': 8, 'v_proj': 8}" in done.output
     assert "of the bytes: model.layers.*.mlp" in done.output
@@ -57,7 +59,7 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
         (["none.json"], "there is no such file or folder: none.json"),
         ([config, "--world-size", "0"], "--world-size"),
     ):
-        done = CliRunner().invoke(app, ["plan", *given])
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *given])
         assert done.exit_code == 2, done.output
         assert said in done.output
         assert "Traceback" not in done.output
@@ -97,7 +99,7 @@ def test_an_odd_configuration_is_refused_in_one_line(tmp_path: Path, case: str) 
     (tmp_path / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     # Imported, it would say so.
     (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
-    done = CliRunner().invoke(app, ["plan", str(tmp_path)], input="y\n")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(tmp_path)], input="y\n")
     assert (done.exit_code, "Traceback" in done.output) == (2, False), done.output
     assert said in done.output
     assert len(done.output.splitlines()) == 1
@@ -107,7 +109,7 @@ def test_an_odd_configuration_is_refused_in_one_line(tmp_path: Path, case: str) 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     for given in (tmp_path, tmp_path / "config.json", "/dev/zero"):
-        done = CliRunner().invoke(app, ["plan", str(given)])
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(given)])
         assert (done.exit_code, "is no file" in done.output) == (2, True), done.output
 
 
@@ -116,7 +118,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_plan, "_MOST_SECONDS", 1)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": 29_000}))
-    done = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(tmp_path)])
     said = "not made within 1 s: a busy machine can be why"
     assert (done.exit_code, said in done.output, str(tmp_path) in done.output) == (2, True, False), done.output
 
@@ -126,7 +128,7 @@ def test_what_the_plan_leaves_out_is_told(tmp_path: Path) -> None:
     more = {"d_model": 128, "n_heads": 8, "quantization_config": {"quant_method": "gptq"}, "auto_map": CODE}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | more))
     (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
-    done = CliRunner().invoke(app, ["plan", str(tmp_path)], input="y\n")
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(tmp_path)], input="y\n")
     assert done.exit_code == 0, done.output
     for text in (
         "LlamaConfig does not know these, the plan is made without them: d_model, n_heads\n",
@@ -134,4 +136,4 @@ def test_what_the_plan_leaves_out_is_told(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert text in done.output
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"rope_theta": 5e5, "torch_dtype": "bfloat16"}))
-    assert "does not know" not in CliRunner().invoke(app, ["plan", str(tmp_path)]).output
+    assert "does not know" not in CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", str(tmp_path)]).output

@@ -242,7 +242,7 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tune_kernels, "tune_kernels", tuned_cases)
     out = tmp_path / "tuning.json"
-    result = CliRunner().invoke(app, ["tune", "--kernels", "--out", str(out)])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--kernels", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "nothing is kept" in result.output
     assert "2 of 3 sizes were not reached" in result.output
@@ -250,10 +250,10 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {(each.M, each.N, each.K) for each in asked} == {cli_tune.TINY}
     asked.clear()
     given = ["--shape", "24,20,16", "--shape", "48,20,16", "--world-size", "2", "--out", str(out)]
-    result = CliRunner().invoke(app, ["tune", "--kernels", *given])
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--kernels", *given])
     assert result.exit_code == 0, result.output
     assert {(each.M, each.N, each.K) for each in asked} == {(24, 20, 16), (48, 20, 16)}
-    wrong = CliRunner().invoke(app, ["tune", "--model", "llama3-8b"])
+    wrong = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--model", "llama3-8b"])
     assert wrong.exit_code == 2
     assert "are for --kernels" in " ".join(wrong.output.split())
 

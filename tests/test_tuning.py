@@ -251,7 +251,7 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     busy = Sample("all_reduce", 2, "float32", 64, 64, 0, **tune.kept({"unfused": Timing.of([1.0, 1.5, 2.0])}))
     show_table(Table({"cpu": "x"}, (timed(unfused=2.0, decomposed=1.0), timed(unfused=1.0, decomposed=1.02)), {}), out)
     said = out.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(r"2 \(1.94 to 2.06\) .* 1 \(0.97 to 1.03\) .* decomposed +1\.\d\dx", said)
+    assert re.search(r"2 +1.94 to 2.06 .* 1 +0.97 to 1.03 .* decomposed +1\.\d\dx", said)
     assert re.search(r"unfused +noise", said)
     assert "In 1 of 2 lines the difference is noise: auto takes" in said
     assert "Careful" not in said
@@ -261,7 +261,7 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     assert noisy([sample()]) == ""
     assert "between the quartiles of a time lie 33% of its median" in noisy([busy])
     shown = CliRunner().invoke(app, ["tune", "--help"]).output
-    for column in ("travels", "third", "quartiles", "fastest", "by, how many times"):
+    for column in ("travels", "third", "quartiles", "fastest", "by: how many times"):
         assert column in " ".join(shown.split())
 
 
@@ -352,7 +352,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(known.rates) == [2]
     shown = run(app, ["tune", "--show"])
     assert "matmul_all_reduce" in shown.output
-    assert "ms (quartiles)" in shown.output
+    assert "decomposed" in shown.output
     assert "GFLOP/s each" in shown.output
     predicted = run(app, ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"])
     assert predicted.exit_code == 0, predicted.output
