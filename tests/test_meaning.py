@@ -18,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import fusedtp
-from fusedtp import op
+from fusedtp import op, scaled
 from fusedtp.bench.ranks import RankPool
 from fusedtp.op import Task
+from fusedtp.recipes import NAMES
 from fusedtp.workspaces import agreement
 from fusedtp.workspaces.steps import HostSteps
+
+from .harness import on_gfx942
 
 SECONDS = 20.0
 FSDP = "[M_X, K] @ [K_X, N] -> [M_X, N]"
@@ -51,19 +54,23 @@ class Here:
         self.replicated = style._apply(nn.Linear(6, 6), self.mesh)
 
     def gather(self, x: Tensor = X, w: Tensor = W, **more: Any) -> Any:
-        return fusedtp.all_gather_linear(x, w, **self.options, **more)
+        return fusedtp.all_gather_linear(x, w, **{**self.options, **more})
 
     def scatter(self, x: Tensor = X, w: Tensor = W, **more: Any) -> Any:
         return fusedtp.linear_reduce_scatter(x, w, **self.options, **more)
 
     def reduce(self, x: Tensor = X, w: Tensor = W, **more: Any) -> Any:
-        return fusedtp.linear_all_reduce(x, w, **self.options, **more)
+        return fusedtp.linear_all_reduce(x, w, **{**self.options, **more})
 
     def sharded(self, a: Tensor, spec: str) -> Tensor:
         return fusedtp.sharded_matmul(a, ones(6, 6), spec, self.mesh, schedule=self.schedule)
 
     def alone(self, function: Callable[..., Tensor], x: Tensor, **more: Any) -> Tensor:
         return function(x, **{**self.options, **more})
+
+    def on_a_machine(self, of_amd: bool, *operands: Any, **more: Any) -> Any:
+        with on_gfx942(of_amd):
+            return self.gather(*map(scaled, operands), **more, schedule="decomposed")
 
 
 LAYER_NORM = {"norm": "layer_norm", "norm_weight": ones(5)}
@@ -131,6 +138,26 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "layers of layers": (lambda h, odd: h.mlp(ones(3 + odd, 6)), "do not agree on sizes: (3, 3, 3) on rank 0"),
     "a style": (lambda h, odd: h.styled(ones(3 + odd, 2)), "the ranks do not agree on sizes"),
     "a style that all-reduces": (lambda h, odd: h.replicated(ones(3 + odd, 2)), "do not agree on M: 3 on rank 0, 4"),
+    "order": (
+        lambda h, odd: h.reduce(order="rank" if odd else "any", schedule="fused"),
+        "order: any on rank 0, that of ranks on rank 1"),
+    "float8": (
+        lambda h, odd: h.gather(scaled(X, dtype=torch.float8_e5m2 if odd else torch.float8_e4m3fn), scaled(W)),
+        "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1"),
+    "scales": (
+        lambda h, odd: h.gather(*(scaled(each, "mxfp8" if odd else "rowwise") for each in (X, W))),
+        "do not agree on scales: of rows, or of the tensor on rank 0, of blocks on rank 1"),
+    # Of which one tells the largest magnitudes first.
+    **{f"recipe {other}": (
+        lambda h, odd, other=other: h.gather(float8=other if odd else "rowwise"),
+        f"float8=rowwise on rank 0, ... float8={other} on rank 1") for other in ("rowwise_with_gw_hp", "tensorwise")},
+    **{f"machine, {recipe}": (
+        lambda h, odd, recipe=recipe: h.on_a_machine(odd, float8=recipe),
+        "float8=tensorwise on rank 0, ... float8=tensorwise in fnuz on rank 1" if recipe == "tensorwise" else
+        "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1") for recipe in NAMES},
+    "machine": (
+        lambda h, odd: h.on_a_machine(odd, X, W),
+        "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1"),
     "the gradients that are needed": (
         lambda h, odd: h.column(ones(3, 6, requires_grad=not odd)).sum().backward(), "do not agree on the op"),
 }
@@ -164,7 +191,7 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
         name: (said[name], expected)
         for name, (_, expected) in CALLS.items()
         for said in found
-        if expected.split(": rank 1 against")[0] not in said[name]
+        if not all(part in said[name] for part in expected.split(" ... "))
     }
     assert not wrong
 
