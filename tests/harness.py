@@ -67,6 +67,13 @@ def few_kernels() -> AbstractContextManager[Any]:
     )
 
 
+def last_path() -> fusedtp.Path:
+    """Return how the last call ran; there was one."""
+    path = fusedtp.last_path()
+    assert path is not None
+    return path
+
+
 @contextlib.contextmanager
 def on_gfx942(here: bool = True) -> Iterator[None]:
     """Act as if this rank's device were AMD's with float8 of its own. Calls that were made ready know of another."""

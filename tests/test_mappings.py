@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +18,9 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.workspaces import registry
 
-from .beside import CPU, X
+from .beside import CPU, X, mappings
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
 
 
 def reduce(group: ProcessGroup) -> bool:

@@ -21,7 +21,7 @@ from fusedtp.calls.arguments import leaves_in
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
-from .harness import spread, told
+from .harness import last_path, spread, told
 
 # No leaf is as long as the next one, and every number of ranks cuts at leaves.
 M, K, N = 22, 44, 36
@@ -170,8 +170,7 @@ def test_the_usual_order_has_others(pool: RankPool) -> None:
 def near(group: ProcessGroup, dtype: torch.dtype) -> None:
     case = Case(group, dtype, "tree-16")
     sums = fusedtp.linear_all_reduce(case.part(case.x, 1), case.part(case.w, 1), **case.options)
-    path = fusedtp.last_path()
-    assert path is not None
+    path = last_path()
     assert path.schedule == "fused"
     assert "a tree of 16 leaves" in path.reason
     expected, allowed = reference.matmul(case.x, case.w.t()), reference.bound(case.x, case.w.t(), dtype)
