@@ -19,10 +19,8 @@ ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo
 
 # Imported once; every process of every scenario is a fork of this one, made before there is any group.
 SCENARIOS = """
-import atexit, gc, json, os, sys
+import atexit, json, os, sys
 import torch, torch.distributed as dist
-# What torch itself has made is not looked through again at every end.
-gc.freeze()
 import fusedtp
 from fusedtp.schedules import decomposed, fused, unfused
 from fusedtp.workspaces import registry
