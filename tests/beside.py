@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,20 @@ import fusedtp
 
 CPU = torch.device("cpu")
 X = torch.ones(4, 4)
+
+
+def arenas() -> list[int]:
+    """The descriptors of this process's arenas."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += [int(fd)] * ("memfd:fusedtp" in os.readlink(f"/proc/self/fd/{fd}"))
+    return found
+
+
+def mappings() -> int:
+    """How many arenas this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
 
 
 class InThread(threading.Thread):

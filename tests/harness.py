@@ -67,6 +67,25 @@ def few_kernels() -> AbstractContextManager[Any]:
     )
 
 
+def last_path() -> fusedtp.Path:
+    """Return how the last call ran; there was one."""
+    path = fusedtp.last_path()
+    assert path is not None
+    return path
+
+
+@contextlib.contextmanager
+def on_gfx942(here: bool = True) -> Iterator[None]:
+    """Act as if this rank's device were AMD's with float8 of its own. Calls that were made ready know of another."""
+    from fusedtp import float8
+    from fusedtp.workspaces import generation
+
+    generation.changed()
+    with mock.patch.object(float8, "native", return_value=float8.FNUZ if here else float8.OCP):
+        yield
+    generation.changed()
+
+
 def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
     """Put torchao's Float8Linear in place of the linears whose names begin so."""
     with warnings.catch_warnings():

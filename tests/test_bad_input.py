@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedtp
+from fusedtp.recipes import NAMES
 
 WORLD_SIZE = 4
 X, W = (8, 6), (5, 6)  # this rank's rows and a weight that fit
@@ -40,6 +41,7 @@ class Here:
         dist.destroy_process_group(self.closed)
         alone = [DeviceMesh("cpu", [rank], mesh_dim_names=("X",)) for rank in (0, 1)]
         self.foreign = alone[int(group.rank() == 0)]
+        self.parameter = fusedtp.ColumnParallelLinear(6, 20, bias=False, group=group).weight
 
     def linear(self, linear: Callable[..., Tensor], x: Any, weight: Any, *bias: Any, **options: Any) -> object:
         x, weight = ones(*X) if x is None else x, ones(*W) if weight is None else weight
@@ -71,6 +73,14 @@ class Here:
         dist.destroy_process_group(self.on_gpus)
 
 
+def q(*shape: int, recipe: Any = "rowwise", **options: Any) -> fusedtp.Scaled:
+    return fusedtp.scaled(ones(*shape), recipe, **options)
+
+
+def scales(x: Any, scale: Any) -> fusedtp.Scaled:
+    return fusedtp.Scaled(x.data, scale)
+
+
 def made_in_inference() -> Tensor:
     with torch.inference_mode():
         return ones(*X)
@@ -80,6 +90,8 @@ NO_DENSE = "must be a dense tensor, got"
 DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
 SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
 NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got"
+E4M3, E5M2, FNUZ, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu
+OTHER_SCALES = "got x.scale in {} and weight.scale in {}: make both by fusedtp.scaled"
 GONE = "is not the name of a process group of this process"
 FP64 = "schedule 'fused' multiplies torch.float32, torch.bfloat16, torch.float16, got torch.float64"
 
@@ -241,6 +253,72 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "sizes must be one length per rank, in their order, got {"),
     ("sizes are a dict", lambda h: h.gather(sizes=dict.fromkeys(range(4), 8)),
      ValueError, "in their order, got {0: 8, 1: 8, 2: 8, 3: 8}"),
+    # float8.
+    ("float8 without scales", lambda h: h.gather(q(*X).data, q(*W).data),
+     ValueError, "float8 takes scales, fusedtp.Scaled"),
+    ("Scaled x alone", lambda h: h.scatter(q(*X)), TypeError, "x and weight must both be Scaled or neither"),
+    ("Scaled weight alone", lambda h: h.reduce(weight=q(*W)), TypeError, "weight must be a tensor here, got Scaled"),
+    ("Scaled of a layer's weight", lambda h: h.gather(q(*X), fusedtp.scaled(h.parameter)),
+     TypeError, "weight.data must be this rank's own tensor, got a DTensor"),
+    ("a scale of float64", lambda h: h.scatter(scales(q(*X), ones(8, 1).double()), q(*W)),
+     ValueError, "x.scale must be"),
+    ("a scale for columns", lambda h: h.reduce(scales(q(*X), ones(1, 6)), q(*W)), ValueError, "x.scale must be"),
+    ("too few scales", lambda h: h.gather(q(*X), scales(q(*W), ones(2, 1))), ValueError, "weight.scale must be"),
+    ("Scaled of no float8", lambda h: h.scatter(fusedtp.Scaled(ones(*X), ones(8, 1)), q(*W)),
+     ValueError, "x.data must be one of"),
+    ("a scale that is a number", lambda h: h.reduce(scales(q(*X), 1.0), q(*W)), TypeError, "x.scale must be a tensor"),
+    ("features of Scaled", lambda h: h.gather(q(*X), q(4, 7)), ValueError, "x has 6 features, and weight"),
+    ("a block too few", lambda h: h.scatter(scales(q(*X), ones(8, 0).to(E8M0)), q(*W)),
+     ValueError, "must be of shape (8, 1)"),
+    ("blocks and rows", lambda h: h.reduce(q(*X, recipe="mxfp8"), q(*W)),
+     ValueError, OTHER_SCALES.format(E8M0, torch.float32)),
+    ("rows and blocks", lambda h: h.gather(q(*X), q(*W, recipe="mxfp8")),
+     ValueError, OTHER_SCALES.format(torch.float32, E8M0)),
+    ("parts of blocks", lambda h: h.gather(q(8, 40, recipe="mxfp8"), q(4, 160, recipe="mxfp8"), gather_dim=-1),
+     ValueError, "must begin at multiples of 32, got sizes (40, 40, 40, 40)"),
+    ("Scaled of one dim", lambda h: h.gather(q(6), q(*W)), ValueError, "x must have at least 2 dim"),
+    ("a bias of another out_dtype", lambda h: h.gather(q(*X), q(*W), ones(5)),
+     ValueError, "bias must be in out_dtype, torch.bfloat16, got torch.float32"),
+    ("a bias with a gradient", lambda h: h.gather(q(*X), q(*W), ones(5).bfloat16().requires_grad_()),
+     ValueError, "have no gradient, but a bias, a residual or"),
+    ("a Scaled bias", lambda h: h.gather(q(*X), q(*W), q(*W)), TypeError, "bias must be a tensor here, got Scaled"),
+    ("out_dtype of float8", lambda h: h.gather(q(*X), q(*W), out_dtype=torch.float64),
+     ValueError, "out_dtype must be None or one of"),
+    ("out_dtype of tensors", lambda h: h.gather(out_dtype=torch.bfloat16), ValueError, "out_dtype must be None or x's"),
+    ("a recipe for Scaled", lambda h: h.gather(q(*X), q(*W), float8="rowwise"), ValueError, "Scaled operands are"),
+    *((f"recipe {recipe}", lambda h, recipe=recipe: h.gather(float8=recipe),
+       ValueError, f"float8 must be None or one of {', '.join(NAMES)}, got") for recipe in ("row-wise", 1, True)),
+    ("a recipe for float64", lambda h: h.reduce(ones(*X).double(), ones(*W).double(), float8="rowwise"),
+     ValueError, "float8 is for x in"),
+    ("weights of two kinds", lambda h: h.gather(q(*X), (q(*W), q(*W, dtype=E5M2))),
+     ValueError, "got weight[0] in torch.float8_e4m3fn, weight[1] in torch.float8_e5m2"),
+    *((f"float8 of two makers, {name}", lambda h, name=name, x=x, w=w: getattr(h, name)(q(*X, dtype=x), q(*W, dtype=w)),
+       ValueError, "must be of one kind of float8, ")
+      for name, x, w in (("gather", E4M3, FNUZ), ("reduce", FNUZ, E4M3), ("fsdp", FNUZ, E5M2))),
+    ("fnuz, fused", lambda h: h.gather(q(*X, dtype=FNUZ), q(*W, dtype=FNUZ), schedule="fused"),
+     RuntimeError, "cannot multiply torch.float8_e4m3fnuz here: Triton's interp"),
+    # Orders of sums, and who sends.
+    *((f"order {order}", lambda h, order=order: h.scatter(order=order),
+       ValueError, f"'rank', 'any', 'tree', of 8 leaves, or tree-N of N, a power of two up to 64, got {order!r}")
+      for order in ("tree-3", "tree-128", "tree-x", 8, "switch")),
+    ("a tree, unfused", lambda h: h.scatter(order="tree", schedule="unfused"),
+     ValueError, "is kept by schedule 'fused' alone, got schedule 'unfused'"),
+    ("a tree of casts", lambda h: h.scatter(order="tree", float8="rowwise"),
+     ValueError, "operands that are not cast, got float8='rowwise'"),
+    ("a tree of float8", lambda h: h.reduce(q(*X), q(*W), order="tree"), ValueError, "operands that are not float8"),
+    ("more ranks than leaves", lambda h: h.scatter(order="tree-2"),
+     ValueError, "ranks that divide its 2 leaves, got 4 ranks"),
+    ("a tree and a norm", lambda h: h.scatter(order="tree", norm_weight=ones(5)), ValueError, "norm whose rows ranks"),
+    ("a tree of float64", lambda h: h.reduce(ones(*X).double(), ones(*W).double(), order="tree"),
+     ValueError, "order 'tree' is for torch."),
+    ("subtrees of bfloat16", lambda h: h.all_reduce(ones(*X).bfloat16(), order="tree"),
+     ValueError, "subtrees, which are torch.float32, got torch.bfloat16"),
+    ("a tree along a ring", lambda h: fusedtp.reduce_scatter(
+        ones(*X), group=h.group, order="tree", algorithm="ring", schedule="fused"),
+     ValueError, "not that of algorithm 'ring'"),
+    ("unknown producer", lambda h: h.gather(producer="once"),
+     ValueError, "producer must be one of auto, push, copy, multicast, got 'once'"),
+    ("a producer, unfused", lambda h: h.gather(producer="copy", schedule="unfused"), ValueError, "is for"),
     # Schedules, algorithms, flags.
     ("unknown schedule", lambda h: h.reduce(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
     ("schedule is None", lambda h: h.gather(schedule=None), ValueError, f"{SCHEDULES} None"),

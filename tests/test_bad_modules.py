@@ -181,6 +181,19 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("unknown activation", lambda h: h.mlp(activation="relu"),
      ValueError, "activation must be gelu or swiglu, got 'relu'"),
     ("activation is None", lambda h: h.mlp(activation=None), ValueError, "activation must be gelu or swiglu, got None"),
+    ("a layer's recipe", lambda h: h.row(float8="row-wise"), ValueError, "float8 must be None or one of"),
+    ("a layer of a tree, of other lengths", lambda h: h.row(9, 4, order="tree"),
+     ValueError, "needs feature_sizes that are as long on every rank"),
+    *[(f"{name} of a tree in float64", lambda h, name=name: getattr(h, name)(8, 16, order="tree", dtype=torch.float64),
+     ValueError, "order 'tree' is for torch.") for name in ("row", "mlp")],
+    *[(f"{name}'s producer {producer}",
+       lambda h, make=make, producer=producer, schedule=schedule: make(h, producer=producer, schedule=schedule),
+       ValueError, text)
+      for name, make in (("column", Here.column), ("mlp", Here.mlp),
+                         ("fsdp", lambda h, **more: FSDPLinear(6, 8, group=h.group, **more)),
+                         ("style", lambda h, **more: FusedRowwiseParallel(**more)))
+      for producer, schedule, text in (
+          ("pull", "fused", "must be one of auto, push, copy"), ("copy", "unfused", "is for"))],
     ("a layer called with a list", lambda h: h.column()([1.0]), TypeError, "x must be a tensor, got list"),
     ("a layer's features", lambda h: h.column()(ones(8, 7)),
      ValueError, "x has 7 features, and weight of shape (2, 6) takes 6: give x all features, [.., K]"),

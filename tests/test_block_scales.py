@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch.distributed import ProcessGroup
@@ -11,7 +9,6 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import Scaled, float8, reference, scaled
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
 from fusedtp.scaled_mm import blocks_for_library, in_bfloat16, mm
@@ -91,20 +88,6 @@ def nan_scale(group: ProcessGroup, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_scale_of_nan_spoils_its_own_row(pool: RankPool, schedule: str) -> None:
     pool.run(nan_scale, schedule, world_size=2)
-
-
-def parts_of_blocks(group: ProcessGroup) -> None:
-    """Features that are gathered begin with a block: refused alike on every rank, before anything is sent."""
-    x, w = scaled(torch.randn(4, 40), "mxfp8"), scaled(torch.randn(4, 80), "mxfp8")
-    with (
-        mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
-        pytest.raises(ValueError, match=r"must begin at multiples of 32, got sizes \(40, 40\)"),
-    ):
-        fusedtp.all_gather_linear(x, w, group=group, gather_dim=-1)
-
-
-def test_parts_of_blocks_are_refused(pool: RankPool) -> None:
-    pool.run(parts_of_blocks, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", float8.FLOAT8)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from fusedtp.op import OPS, Task
 from fusedtp.workspaces import generation, registry
 
 from . import direct
+from .harness import last_path
 
 SMALL, LARGE = 32, 512
 
@@ -63,25 +65,30 @@ def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:
         for op, (call, expected) in calls.items():
             for _ in range(2):
                 assert torch.allclose(call(), expected, atol=1e-3), op
-                path = fusedtp.last_path()
-                assert path is not None
+                path = last_path()
                 assert path.op == op
                 taken[op] = path.schedule, path.reason
     return taken
 
 
-def with_tables(group: ProcessGroup, files: list[str], sizes: list[int]) -> tuple[list[Any], list[str]]:
-    """What every op takes at each size when rank r's file is files[r], and the warnings that this rank gave."""
+@contextlib.contextmanager
+def reading(group: ProcessGroup, file: str) -> Iterator[None]:
+    """A group that begins anew with this tuning table, and again without one."""
     fusedtp.destroy(group)
     dispatch._said.clear()
-    os.environ["FUSEDTP_TUNING"] = files[group.rank()]
+    os.environ["FUSEDTP_TUNING"] = file
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            return [run_all(group, size) for size in sizes], [str(each.message) for each in said]
+        yield
     finally:
         os.environ["FUSEDTP_TUNING"] = "off"
         fusedtp.destroy(group)
+
+
+def with_tables(group: ProcessGroup, files: list[str], sizes: list[int]) -> tuple[list[Any], list[str]]:
+    """What every op takes at each size when rank r's file is files[r], and the warnings that this rank gave."""
+    with reading(group, files[group.rank()]), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        return [run_all(group, size) for size in sizes], [str(each.message) for each in said]
 
 
 def test_a_planted_table_steers(pool: RankPool, tmp_path: Path) -> None:
@@ -168,9 +175,6 @@ def test_whatever_fails_while_rank_0_reads_is_told_to_all(fault: str, pool: Rank
 
 def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[int, list[float]]:
     """How often a first op raised on this rank, and its result when it was called until it did not."""
-    fusedtp.destroy(group)
-    dispatch._said.clear()
-    os.environ["FUSEDTP_TUNING"] = file
     right, raised = tuning.load, 0
 
     def interrupted() -> tuple[tuning.Table | None, str, str]:
@@ -179,18 +183,14 @@ def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[in
 
     if kind is KeyboardInterrupt and group.rank() == 0:
         tuning.load = interrupted  # type: ignore[assignment]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            while True:
-                try:
-                    results = [fusedtp.all_reduce(torch.ones(2), group=group)[0].item() for _ in range(3)]
-                    return raised, results
-                except kind:
-                    raised += 1
-    finally:
-        os.environ["FUSEDTP_TUNING"] = "off"
-        fusedtp.destroy(group)
+    with reading(group, file), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while True:
+            try:
+                results = [fusedtp.all_reduce(torch.ones(2), group=group)[0].item() for _ in range(3)]
+                return raised, results
+            except kind:
+                raised += 1
 
 
 @pytest.mark.parametrize("kind", [UserWarning, KeyboardInterrupt])
@@ -203,21 +203,14 @@ def test_rank_0_may_call_again_after_its_table_raised(
 
 def uneven(group: ProcessGroup, file: str) -> tuple[str, float]:
     """Ranks whose own features differ: what they share decides, so they agree. Forward and backward."""
-    fusedtp.destroy(group)
-    os.environ["FUSEDTP_TUNING"] = file
-    try:
-        rank = group.rank()
+    with reading(group, file):
         x = torch.ones(LARGE // 2, 64, requires_grad=True)
-        w = torch.ones((4, 3000)[rank], 64, requires_grad=True)
+        w = torch.ones((4, 3000)[group.rank()], 64, requires_grad=True)
         out = fusedtp.all_gather_linear(x, w, group=group)
-        path = fusedtp.last_path()
+        schedule = last_path().schedule
         out.sum().backward()
-        assert path is not None
         assert x.grad is not None
-        return path.schedule, x.grad[0, 0].item()
-    finally:
-        os.environ["FUSEDTP_TUNING"] = "off"
-        fusedtp.destroy(group)
+        return schedule, x.grad[0, 0].item()
 
 
 def test_ranks_with_uneven_weights_agree(pool: RankPool, tmp_path: Path) -> None:
@@ -226,24 +219,16 @@ def test_ranks_with_uneven_weights_agree(pool: RankPool, tmp_path: Path) -> None
 
 
 def asked(group: ProcessGroup, file: str) -> list[tuple[str, str]]:
-    fusedtp.destroy(group)
-    os.environ["FUSEDTP_TUNING"] = file
-    x = torch.ones(SMALL, SMALL)
-    try:
-        taken = []
+    x, taken = torch.ones(SMALL, SMALL), []
+    with reading(group, file):
         for algorithm in ("auto", "one_shot", "two_shot"):
             assert torch.equal(fusedtp.all_reduce(x, group=group, algorithm=algorithm), x * group.size())
             fusedtp.linear_all_reduce(x, x, group=group, algorithm=algorithm)
-            path = fusedtp.last_path()
-            assert path is not None
+            path = last_path()
             taken.append((path.schedule, path.reason.split(":")[0]))
         fusedtp.all_reduce(x, group=group, schedule="decomposed")
-        path = fusedtp.last_path()
-        assert path is not None
+        path = last_path()
         return [*taken, (path.schedule, path.reason)]
-    finally:
-        os.environ["FUSEDTP_TUNING"] = "off"
-        fusedtp.destroy(group)
 
 
 def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: Path) -> None:
@@ -259,8 +244,7 @@ def alone(group: ProcessGroup) -> tuple[str, str, bool]:
     # Of this group only: the other ranks keep what they have of the others.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
-    path = fusedtp.last_path()
-    assert path is not None
+    path = last_path()
     return path.schedule, path.reason, any(name == group.group_name for name, _ in registry._workspaces)
 
 

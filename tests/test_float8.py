@@ -22,7 +22,7 @@ from fusedtp.scaled import Quantized
 from fusedtp.scaled_mm import by_library, mm, of_data
 
 from .bounds import Bounds
-from .harness import spread, told
+from .harness import spread
 from .oracle import cut, whole
 
 SCHEDULES = ("unfused", "decomposed", "fused")
@@ -134,6 +134,8 @@ def within_bounds(group: ProcessGroup, check: Callable[..., None], *args: Any) -
 
 OUTS = (torch.bfloat16, torch.float32, torch.float16)
 DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
+FNUZ_E4M3, FNUZ_E5M2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+FNUZ = ((FNUZ_E4M3, FNUZ_E4M3), (FNUZ_E5M2, FNUZ_E4M3), (FNUZ_E4M3, FNUZ_E5M2))
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,11 @@ DTYPES = ((E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2))
     spread(
         [*SCHEDULES * 4], [1, 2, 3, 4, 4, 2, 3, 4, 2, 4, 2, 3], ["rowwise", "tensorwise", "mxfp8", "rowwise", "mxfp8"],
         ["even", "lopsided", "lopsided", "on the last", "lopsided"], OUTS * 2 + OUTS[:1], DTYPES * 3 + DTYPES[:1] * 2,
+    )
+    # AMD's own, which is multiplied wherever torch can cast to it.
+    + spread(
+        [*SCHEDULES[:2] * 3], [1, 2, 3, 4, 2, 4], ["rowwise", "tensorwise", "mxfp8"],
+        ["even", "lopsided", "on the last"], OUTS[:2], FNUZ,
     ),
 )  # fmt: skip
 def test_functions_are_right(
@@ -168,6 +175,9 @@ def bytes_of_a_gather(group: ProcessGroup) -> None:
             call(scaled(x), scaled(weight))
             call(scaled(x, "mxfp8"), scaled(weight, "mxfp8"))
             call(x.bfloat16(), weight.bfloat16())
+    with torch.no_grad():
+        # Nothing asks for the gradient that a bias could have.
+        assert call(scaled(x), scaled(weight), torch.ones(9).bfloat16().requires_grad_()).dtype == torch.bfloat16
     rows = 6 * group.size()
     for narrow, in_blocks, wide in (sizes[:3], sizes[3:]):
         # Regions begin at multiples of 64 bytes.
@@ -272,83 +282,6 @@ def test_the_librarys_scaled_matmul_is_ours(turned: bool) -> None:
         reference.check(by_library(left, right, added), expected, 2 * off, "the library's")
 
 
-ones = torch.ones
-REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "float8 without scales": (lambda x, w: (x.data, w.data), ValueError, "float8 takes scales, fusedtp.Scaled"),
-    "one of the two": (lambda x, w: (x, w.values()), TypeError, "x and weight must both be Scaled or neither"),
-    "the other": (lambda x, w: (x.values(), w), TypeError, "weight must be a tensor here, got Scaled: the linear"),
-    "a layer's weight": (
-        lambda x, w: (x, scaled(fusedtp.ColumnParallelLinear(8, 4, bias=False).weight)),
-        TypeError,
-        "weight.data must be this rank's own tensor, got a DTensor",
-    ),
-    "a scale of float64": (lambda x, w: (Scaled(x.data, x.scale.double()), w), ValueError, "x.scale must be"),
-    "a scale for columns": (lambda x, w: (Scaled(x.data, ones(1, 8)), w), ValueError, "x.scale must be"),
-    "too few scales": (lambda x, w: (x, Scaled(w.data, w.scale[:2])), ValueError, "weight.scale must be"),
-    "no float8": (lambda x, w: (Scaled(x.values(), x.scale), w), ValueError, "x.data must be one of"),
-    "no tensor": (lambda x, w: (Scaled(x.data, 1.0), w), TypeError, "x.scale must be a tensor"),
-    "other features": (lambda x, w: (x, scaled(torch.randn(4, 6))), ValueError, "x has 8 features, and weight"),
-    "a block too few": (lambda x, w: (Scaled(x.data, ones(4, 0).to(E8M0)), w), ValueError, "must be of shape (4, 1)"),
-    "blocks and rows": (
-        lambda x, w: (scaled(x.values(), "mxfp8"), w),
-        ValueError,
-        "got x.scale in torch.float8_e8m0fnu and weight.scale in torch.float32: make both by fusedtp.scaled",
-    ),
-    "rows and blocks": (
-        lambda x, w: (x, scaled(w.values(), "mxfp8")),
-        ValueError,
-        "got x.scale in torch.float32 and weight.scale in torch.float8_e8m0fnu",
-    ),
-    "one dim": (lambda x, w: (scaled(torch.randn(8)), w), ValueError, "x must have at least 2 dim"),
-}
-
-
-def refused(group: ProcessGroup, name: str) -> None:
-    """Before anything is sent, on every rank alike."""
-    change, kind, message = REFUSED[name]
-    x, w = change(scaled(torch.randn(4, 8)), scaled(torch.randn(4, 8)))
-    for function in (fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce):
-        with mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")):
-            with pytest.raises(kind) as caught:
-                function(x, w, group=group)  # type: ignore[operator]
-            assert message in str(caught.value), (name, str(caught.value))
-
-
-def refused_options(group: ProcessGroup) -> None:
-    """A bias of another dtype or with a gradient; dtypes of results; a recipe for what is float8 already."""
-    x, w = scaled(torch.randn(4, 8)), scaled(torch.randn(4, 8))
-    call: Any = partial(fusedtp.all_gather_linear, x, w, group=group)
-    for given, kind, message in (
-        ({"bias": torch.ones(4)}, ValueError, "bias must be in out_dtype, torch.bfloat16, got torch.float32"),
-        (
-            {"bias": torch.ones(4).bfloat16().requires_grad_()},
-            ValueError,
-            "have no gradient, but a bias, a residual or",
-        ),
-        ({"out_dtype": torch.float64}, ValueError, "out_dtype must be None or one of"),
-        ({"float8": "rowwise"}, ValueError, "Scaled operands are"),
-        ({"bias": w}, TypeError, "bias must be a tensor here, got Scaled"),
-    ):
-        with pytest.raises(kind, match=message):
-            call(**given)
-    with pytest.raises(ValueError, match=r"got weight\[0\] in torch\.float8_e4m3fn, weight\[1\] in torch\.float8_e5m2"):
-        fusedtp.all_gather_linear(x, (w, scaled(w.values(), dtype=torch.float8_e5m2)), group=group)
-    fnuz = [scaled(torch.randn(4, 8), dtype=torch.float8_e4m3fnuz) for _ in range(2)]
-    with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
-        fusedtp.all_gather_linear(*fnuz, group=group, schedule="fused")
-    assert fusedtp.all_gather_linear(*fnuz, group=group).shape == (8, 4)
-    with pytest.raises(ValueError, match="out_dtype must be None or x's dtype"):
-        fusedtp.all_gather_linear(torch.randn(2, 8), torch.randn(3, 8), group=group, out_dtype=torch.bfloat16)
-    with torch.no_grad():
-        assert call(bias=torch.ones(4).bfloat16().requires_grad_()).dtype == torch.bfloat16
-
-
-def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
-    for name in REFUSED:
-        pool.run(refused, name, world_size=2)
-    pool.run(refused_options, world_size=2)
-
-
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
@@ -364,33 +297,3 @@ def test_what_is_not_whole_is_refused(pool: RankPool) -> None:
 def test_what_cannot_be_scaled(given: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         scaled(**{"x": torch.ones(2, 3), **given})
-
-
-def disagree(group: ProcessGroup, schedule: str, what: str) -> str:
-    """One rank has another float8, or other scales."""
-    dtype, recipe = E5M2 if group.rank() and what == "float8" else E4M3, "mxfp8" if group.rank() else "rowwise"
-    mine, weight = (
-        scaled(torch.randn(4, 8), recipe if what == "scales" else "rowwise", dtype=its)  # type: ignore[arg-type]
-        for its in (dtype, E4M3)
-    )
-    return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
-
-
-def other_recipe(group: ProcessGroup, schedule: str) -> str:
-    """One rank tells the largest magnitudes first, which the other one's recipe does not need."""
-    recipe: Any = "tensorwise" if group.rank() else "rowwise"
-    x, w = torch.randn(4, 8), torch.randn(4, 8)
-    return told(group, lambda: fusedtp.all_gather_linear(x, w, group=group, schedule=schedule, float8=recipe))
-
-
-@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
-def test_ranks_with_other_float8_are_told(pool: RankPool, schedule: str) -> None:
-    for said in pool.run(other_recipe, schedule, world_size=2):
-        assert "float8=rowwise on rank 0, " in said
-        assert "float8=tensorwise on rank 1" in said
-    for what, theirs in (
-        ("float8", "torch.float8_e4m3fn on rank 0, torch.float8_e5m2 on rank 1"),
-        ("scales", "of rows, or of the tensor on rank 0, of blocks on rank 1"),
-    ):
-        for said in pool.run(disagree, schedule, what, world_size=2):
-            assert f"do not agree on {what}: {theirs}" in said

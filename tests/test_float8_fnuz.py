@@ -5,9 +5,6 @@ No machine here has it: `float8.native`, which says what a device multiplies, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp import Scaled, float8, recipes, reference, scaled, scaled_mm
@@ -27,26 +24,15 @@ from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import E8M0
 from fusedtp.recipes import NAMES
 from fusedtp.scaled import Quantized
-from fusedtp.workspaces import generation
 
-from .harness import spread, told
+from .harness import on_gfx942
 from .oracle import cut, whole
-from .test_float8 import allowed, gathers, sharded, sums
-from .test_float8_layers import all_of, cases
+from .test_float8 import allowed
 
 E4M3, E5M2 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 # Their largest numbers: 1.875 * 2**7 and 1.75 * 2**15.
 LARGEST = {E4M3: 240.0, E5M2: 57344.0}
 SCHEDULES = ("unfused", "decomposed")
-
-
-@contextmanager
-def on_gfx942(here: bool = True) -> Iterator[None]:
-    """As if this rank's device were one. Calls that were made ready before know of another."""
-    generation.changed()
-    with mock.patch.object(float8, "native", return_value=float8.FNUZ if here else float8.OCP):
-        yield
-    generation.changed()
 
 
 @pytest.mark.parametrize(
@@ -111,54 +97,6 @@ def test_scales_and_what_no_scale_can_hold(dtype: torch.dtype, eps: float, least
     assert bool(made.values()[lost].isnan().all())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "world_size", "recipe", "how", "out", "dtypes"),
-    spread(
-        [*SCHEDULES * 3], [1, 2, 3, 4, 2, 4], ["rowwise", "tensorwise", "mxfp8"], ["even", "lopsided", "on the last"],
-        [torch.bfloat16, torch.float32], [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)],
-    ),
-)  # fmt: skip
-def test_operands_that_are_fnuz_already(
-    pool: RankPool, schedule: str, world_size: int, recipe: str, how: str, out: torch.dtype, dtypes: Any
-) -> None:
-    """Every function, against float64, on any machine."""
-    for check in (gathers, sums, sharded):
-        pool.run(check, schedule, recipe, how, out, dtypes, world_size=world_size)
-
-
-def exact(shape: Sequence[int], seed: int, steps: int = 15) -> Tensor:
-    """Multiples of 0.5 of up to four bits, the largest 7.5, or of 7 steps three bits up to 3.5: these are 240 * 2**-5
-    and 57344 * 2**-14, so that each scale is a power of two. In OCP's formats none of 7.5 is.
-    """
-    values = torch.randint(-steps, steps + 1, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 2
-    flat = values.reshape(-1, shape[-1]) if values.numel() else values
-    for i in range(max(flat.shape) if values.numel() else 0):
-        flat[i % flat.shape[0], i % flat.shape[1]] = steps / 2
-    return values
-
-
-def exactly(group: ProcessGroup, schedule: str, how: str) -> None:
-    """Where no cast rounds, results and gradients are those without float8, to the bit."""
-    for name, (inputs, call) in cases(group, how, exact).items():
-        # Of what is the same on all ranks the gradient is too.
-        seed = 91 if name == "all-reduce" else 91 + group.rank()
-        call = partial(call, schedule=schedule)
-        dy = lambda i, out, seed=seed: exact(out.shape, seed + i, steps=7)  # noqa: E731
-        plain = all_of(inputs, call, dy)
-        for recipe in NAMES:
-            with on_gfx942():
-                made = all_of(inputs, partial(call, float8=recipe), dy)
-            for key, value in made.items():
-                assert torch.equal(value, plain[key]), f"{name}, {recipe}: {key}"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "world_size", "how"), spread([*SCHEDULES * 2], [1, 2, 3, 4], ["even", "lopsided", "on the last"])
-)
-def test_what_no_cast_rounds_is_as_without(pool: RankPool, schedule: str, world_size: int, how: str) -> None:
-    pool.run(exactly, schedule, how, world_size=world_size, timeout=400)
-
-
 def rounded(
     x: Tensor, dtype: torch.dtype, over: tuple[int, ...] | None, *, power_of_two: bool, most: Tensor | None = None
 ) -> Tensor:
@@ -214,13 +152,13 @@ def test_recipes_against_float64(pool: RankPool, schedule: str, world_size: int,
 def layers_and_shardings(group: ProcessGroup) -> None:
     """What layers and `sharded_matmul` send is fnuz too, forward and backward, also in a compiled graph."""
     sent: list[torch.dtype] = []
-    run, mesh = Ready.run, init_device_mesh("cpu", (group.size(),), mesh_dim_names=("X",))
+    run, mesh = Ready.run, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
 
     def seen(ready: Ready, operands: Any) -> Any:
         sent.extend(each.data.dtype for each in operands.values() if type(each) is Quantized)
         return run(ready, operands)
 
-    mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=mesh["X"], schedule="decomposed", float8="tensorwise")
+    mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=group, schedule="decomposed", float8="tensorwise")
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
     x, grads = torch.randn(8, 32), []
     with on_gfx942(), mock.patch.object(Ready, "run", seen):
@@ -237,54 +175,20 @@ def layers_and_shardings(group: ProcessGroup) -> None:
 
 
 def test_layers_and_shardings(pool: RankPool) -> None:
-    # A mesh is made by all ranks of the pool.
-    pool.run(layers_and_shardings, timeout=400)
+    pool.run(layers_and_shardings, world_size=2, timeout=400)
 
 
 def refused(group: ProcessGroup) -> None:
-    """`fused` here, and both kinds of float8 at once: before anything is sent, scales' numbers too."""
+    """`fused` here: before anything is sent, scales' numbers too."""
     x, w = torch.randn(4, 8), torch.randn(4, 8)
     with on_gfx942(), mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")):
         for recipe in NAMES:
             with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
                 fusedtp.all_gather_linear(x, w, group=group, schedule="fused", float8=recipe)  # type: ignore
-        theirs = scaled(x)
-    ocp, e5m2 = scaled(w), scaled(w, dtype=E5M2)
-    with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e5m2fnuz here"):
-        fusedtp.all_gather_linear(e5m2, theirs, group=group, schedule="fused")
-    for a, b in ((theirs, ocp), (ocp, e5m2)):
-        for function in (fusedtp.all_gather_linear, fusedtp.linear_all_reduce, fusedtp.fsdp_linear):
-            with (
-                mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
-                pytest.raises(ValueError, match=r"must be of one kind of float8, .* got torch\.float8_e"),
-            ):
-                function(a, b, group=group)
 
 
 def test_what_is_refused(pool: RankPool) -> None:
     pool.run(refused, world_size=2)
-
-
-def disagree(group: ProcessGroup, schedule: str, recipe: Any) -> str:
-    """Ranks on machines with other float8."""
-    x, w = torch.randn(4, 8), torch.randn(6, 8)
-    with on_gfx942(group.rank() == 1):
-        if recipe is not None:
-            call = partial(fusedtp.all_gather_linear, x, w, group=group, schedule=schedule, float8=recipe)
-            return told(group, call)
-        mine, weight = scaled(x), scaled(w)
-        return told(group, lambda: fusedtp.all_gather_linear(mine, weight, group=group, schedule=schedule))
-
-
-@pytest.mark.parametrize("recipe", [*NAMES, None])
-def test_ranks_on_other_machines_are_told(pool: RankPool, recipe: str | None) -> None:
-    for said in pool.run(disagree, "decomposed", recipe, world_size=2):
-        if recipe != "tensorwise":
-            assert "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1" in said
-        else:
-            # By the numbers that are told before.
-            assert f"float8={recipe} on rank 0" in said
-            assert f"float8={recipe} in fnuz on rank 1" in said
 
 
 def test_the_librarys_scaled_matmul_is_ocps(monkeypatch: pytest.MonkeyPatch) -> None:

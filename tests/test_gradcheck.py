@@ -28,7 +28,7 @@ from fusedtp.explain import NAMED
 from fusedtp.schedules import decomposed
 from fusedtp.sharding.notation import parse
 
-from .harness import spread
+from .harness import LARGE, spread
 
 Sizes = tuple[int, ...]
 
@@ -177,14 +177,15 @@ class Join(torch.autograd.Function):
 
 
 def _finite_differences(group: ProcessGroup, names: Sequence[str], schedules: Sequence[str]) -> None:
-    for name in names:
+    for i, name in enumerate(names):
         layer = LAYERS[name]
         rows, k, n = roles(layer)
         lengths = dict(zip(rows, (3, 2) if len(rows) == 2 else (3,), strict=True)) | {k: 2, n: 3}
         splits = lopsided(lengths, group.size())
         x, w, bias, _ = whole_operands(layer, lengths)
         inputs = [each.requires_grad_() for each in ((x, w, bias) if layer.bias else (x, w))]
-        for schedule in schedules:
+        # One program makes the gradients of all schedules, which take turns.
+        for schedule in schedules if LARGE else [schedules[i % len(schedules)]]:
 
             def run(*whole: Tensor, layer: Layer = layer, splits: Any = splits, schedule: str = schedule) -> Tensor:
                 texts = (layer.x, layer.w, layer.bias)
@@ -258,15 +259,18 @@ def references(
 
 def _within_bounds(group: ProcessGroup, split: str, schedule: str, dtype: torch.dtype) -> None:
     """Also with dy as autograd hands it down: transposed, or one number expanded."""
-    for i, (name, layer) in enumerate(LAYERS.items()):
+    layers = list(LAYERS.items())
+    if schedule == "fused" and split == "lopsided" and not LARGE:
+        # Interpreted kernels are slow: two ranks run one half of the layers, three ranks the other.
+        layers = layers[group.size() % 2 :: 2]
+    for i, (name, layer) in enumerate(layers):
         rank = group.rank()
         rows, k, n = roles(layer)
         lengths = dict(zip(rows, (21, 4) if len(rows) == 2 else (67,), strict=True)) | {k: 70, n: 69}
         splits = SPLITS[split](lengths, group.size())
         x, w, bias, dy = (each.to(dtype) for each in whole_operands(layer, lengths))
         kinds = ("transposed", "expanded")
-        # Interpreted kernels are slow: of each layer two ranks run one kind and three ranks the other.
-        for kind in kinds if schedule != "fused" else kinds[(i + group.size()) % 2 :][:1]:
+        for kind in kinds if schedule != "fused" else kinds[i % 2 :][:1]:
             dy = dy if kind == "transposed" else dy[(0,) * dy.ndim].expand_as(dy)
             texts = (layer.x, layer.w, layer.bias or n)
             shards = [shard(each, dims, splits, rank).clone() for each, dims in zip((x, w, bias), texts, strict=True)]

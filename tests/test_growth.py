@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal as signal_of_posix
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from fusedtp.workspaces import clock, registry, rendezvous, timeouts
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, until
+from .harness import spread
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 LARGE = 600
@@ -167,8 +166,7 @@ def interrupted_once_made(group: ProcessGroup, rank: int, schedule: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("schedule", ["decomposed", "auto"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "schedule"), spread([0, 1], ["auto", "decomposed"]))
 def test_a_first_op_that_was_interrupted_once_all_had_come(pool: RankPool, rank: int, schedule: str) -> None:
     said = pool.run(interrupted_once_made, rank, schedule, world_size=2)
     mine, other = said[rank], said[1 - rank]
@@ -223,10 +221,15 @@ def without_threads(group: ProcessGroup) -> str:
     return said
 
 
-def test_a_rank_without_threads_says_what_it_lacks() -> None:
-    # In processes of their own: in others the thread runs already.
-    with RankPool(2, timeout=60) as pool:
-        first, second = pool.run(without_threads)
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[RankPool]:
+    """Ranks that may be killed, and at first have no thread that keeps the time."""
+    with RankPool(3, timeout=60) as ranks:
+        yield ranks
+
+
+def test_a_rank_without_threads_says_what_it_lacks(mortal: RankPool) -> None:
+    first, second = mortal.run(without_threads, world_size=2)
     assert "rank 1 broke off while its memory was made" in first
     assert second.startswith("RuntimeError: the thread that keeps the time of waits cannot be started (can't start new")
 
@@ -243,9 +246,8 @@ def killed(group: ProcessGroup, growing: bool) -> str:
 
 
 @pytest.mark.parametrize("growing", [False, True])
-def test_a_rank_killed_while_memory_is_made_is_named(growing: bool) -> None:
-    with RankPool(3, timeout=60) as pool:
-        *said, gone = pool.start(killed, growing).wait()
+def test_a_rank_killed_while_memory_is_made_is_named(mortal: RankPool, growing: bool) -> None:
+    *said, gone = mortal.start(killed, growing).wait()
     assert isinstance(gone, RankError)
     for rank, text in enumerate(said):
         what = "workspace growth" if growing else "making the workspace"
@@ -278,25 +280,23 @@ def test_a_budget_that_was_set_holds_for_a_first_op(pool: RankPool, of_all: bool
     assert took < 20
 
 
-HOST = """
-import torch.distributed as dist, time
-store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-print(store.port, flush=True)
-time.sleep(600)
-"""
+def hosts(group: ProcessGroup) -> int:
+    """The port of a store of this process."""
+    global hosted
+    hosted = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    return hosted.port
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process is stopped: rank 0's, where neither torchrun nor the program has put it elsewhere."""
     group = ProcessGroup(dist.HashStore(), 0, 2)
     timeouts.set_for(group, 0.5)
-    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as host:
-        assert host.stdout is not None
-        store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+    with RankPool(1, timeout=60) as host:
+        store = dist.TCPStore("127.0.0.1", host.run(hosts)[0], is_master=False)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
         exchange = rendezvous.StoreExchange(group)
         try:
-            host.send_signal(signal_of_posix.SIGSTOP)
+            os.kill(host.pids[0], signal_of_posix.SIGSTOP)
             calls = exchange.rows, exchange.outcomes, lambda _: decoders.compare_given(group, {})
             for call in calls:
                 began = time.monotonic()
@@ -305,4 +305,4 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
                 assert time.monotonic() - began < 20
         finally:
             exchange.ended()
-            host.kill()
+            os.kill(host.pids[0], signal_of_posix.SIGKILL)

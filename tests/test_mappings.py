@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,13 +18,9 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.workspaces import registry
 
-from .beside import CPU, X
+from .beside import CPU, X, mappings
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
-
-
-def mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
 
 
 def reduce(group: ProcessGroup) -> bool:
@@ -119,7 +114,7 @@ def timeouts_beside(group: ProcessGroup) -> bool:
     sys.setswitchinterval(1e-5)
     thread.start()
     try:
-        for number in range(12):
+        for number in range(6):
             assert reduce(group)
             whole = fusedtp.all_gather(torch.ones(100 + number, 500), group=group, schedule="decomposed")
             assert (whole == 1).all()
@@ -175,58 +170,48 @@ def test_groups_that_torch_destroys_leave_nothing(pool: RankPool, layers: bool) 
         assert layers or after[2] == 0
 
 
-def strayed_elsewhere(group: ProcessGroup) -> dict[str, str]:
-    """Something writes into a word of rank 0's header by which kernels decide: no rank returns what is not the sum."""
-    said = {}
-    for name in ("ARRIVED", "BUDGET_MS", "GIVEN_UP", "TICKETS", "EPOCH", "LEFT", "GROWING", "WAITING_FOR"):
-        for schedule, values in (("fused", (1, 2, -1)), ("decomposed", (2, 2**31 - 1))):
+# Words of a header by which ops decide, and what is written there before a call by `fused` and by `decomposed`.
+STRAY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "ARRIVED": ((1, -1), (2**31 - 1,)), "GIVEN_UP": ((1, 2, -1), (2, 2**31 - 1)), "TICKETS": ((2,), (2,)),
+    "EPOCH": ((1, -1), (5,)), "LEFT": ((1, 2, -1), (2, 2**31 - 1)), "GROWING": ((1, 2, -1), (2, 2**31 - 1)),
+    "BUDGET_MS": ((1, 2, -1), (2, 2**31 - 1)), "WAITING_FOR": ((1, 2, -1), (2, 2**31 - 1)),
+}  # fmt: skip
+
+
+def strayed(group: ProcessGroup) -> dict[str, str]:
+    """What comes of a call after something has written into a word of rank 0's header."""
+    said, x = {}, torch.ones(4, 8)
+    for name, by_schedule in STRAY.items():
+        for schedule, values in zip(("fused", "decomposed"), by_schedule, strict=True):
             for value in values:
                 fusedtp.destroy(group)
                 fusedtp.set_timeout(60, group)
-                x = torch.ones(4, 8)
                 fusedtp.linear_all_reduce(x, x, group=group, schedule=schedule)
                 dist.barrier(group)  # no rank gives up a peer that is still in the call which makes the memory
                 fusedtp.set_timeout(20 if name in ("BUDGET_MS", "WAITING_FOR") else 0.5, group)
                 if group.rank() == 0:
                     registry.get(group, CPU).words[getattr(signal, name).value] = value
-                what = f"{name} {value} {schedule}"
                 try:
                     out = fusedtp.linear_all_reduce(x, x, group=group, schedule=schedule)
-                    said[what] = "right" if (out == 8 * group.size()).all() else "wrong"
+                    result = "right" if (out == 8 * group.size()).all() else "wrong"
                 except RuntimeError as error:
-                    said[what] = str(error)
+                    result = f"{type(error).__name__}: {error}"
+                said[f"{name} {value} {schedule}"] = result
                 dist.barrier(group)
     fusedtp.set_timeout(110)
-    fusedtp.destroy(group)
-    return said
-
-
-def test_a_stray_write_to_a_word_that_decides_is_noticed(pool: RankPool) -> None:
-    said, others = pool.run(strayed_elsewhere, world_size=2)
-    assert "wrong" not in (*said.values(), *others.values())
-    for what in ("ARRIVED 1 fused", "GIVEN_UP 2 fused", "GIVEN_UP -1 fused", "TICKETS 2 decomposed"):
-        assert "something else has written there" in said[what], said[what]
-    assert said["BUDGET_MS -1 fused"] == said["WAITING_FOR -1 fused"] == "right"
-
-
-def strayed(group: ProcessGroup) -> str:
-    """Something writes into rank 0's memory where its epoch is."""
-    fusedtp.destroy()
-    assert reduce(group)
-    if group.rank() == 0:
-        registry.get(group, CPU).words[signal.EPOCH.value] = 5
-    try:
-        said = str(reduce(group))
-    except RuntimeError as error:
-        said = f"{type(error).__name__}: {error}"
-    dist.barrier(group)
     fusedtp.destroy(group)
     assert reduce(group)
     return said
 
 
 def test_a_stray_write_to_the_epoch_is_noticed(pool: RankPool) -> None:
-    first, second = pool.run(strayed, world_size=2)
-    assert first.startswith("RuntimeError: all_reduce: rank 0 finds epoch 5 in its memory, where its last op left 1: ")
-    assert "PeerTimeout: all_reduce: rank 1 waited " in second
-    assert "rank 0 left an op with an exception" in second
+    """And to another word that decides: no rank returns what is not the sum."""
+    said, others = pool.run(strayed, world_size=2)
+    assert "wrong" not in (*said.values(), *others.values())
+    for what in ("ARRIVED 1 fused", "GIVEN_UP 2 fused", "GIVEN_UP -1 fused", "TICKETS 2 decomposed"):
+        assert "something else has written there" in said[what], said[what]
+    assert said["BUDGET_MS -1 fused"] == said["WAITING_FOR -1 fused"] == "right"
+    epoch = "RuntimeError: matmul_all_reduce: rank 0 finds epoch 5 in its memory, where its last op left 1: "
+    assert said["EPOCH 5 decomposed"].startswith(epoch)
+    assert "PeerTimeout: matmul_all_reduce: rank 1 waited " in others["EPOCH 5 decomposed"]
+    assert "rank 0 left an op with an exception" in others["EPOCH 5 decomposed"]

@@ -280,7 +280,7 @@ def test_fused_ops(pool: RankPool, dtype: str, world_size: int, data: st.DataObj
 
 @pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES["unfused"], [2, 4, 1, 3]))
 @pytest.mark.parametrize("schedule", [name for name in NAMES if name != "fused"])
-@bounded(3)
+@bounded(3 if LARGE else 2)
 @given(data=st.data())
 def test_library_ops(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
     run_every_variant(pool, schedule, dtype, world_size, data)

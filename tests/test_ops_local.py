@@ -184,8 +184,8 @@ def run(
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
 def test_every_op(make: Make, world_size: int) -> None:
     ranks = make(world_size)
-    # Of more ranks every third op, where time counts.
-    for seed, name in enumerate(OPS if LARGE or world_size < 5 else list(OPS)[world_size % 3 :: 3]):
+    # Of more ranks every third op, where time counts: another third each.
+    for seed, name in enumerate(OPS if LARGE or world_size < 4 else OPS[(8, 5, 4).index(world_size) :: 3]):
         run(ranks, name, DTYPES[world_size % 3], seed)
 
 
@@ -193,7 +193,7 @@ def test_every_op(make: Make, world_size: int) -> None:
 def test_every_op_with_copies(make: Make, world_size: int) -> None:
     """Copied by all ranks."""
     ranks = make(world_size)
-    for seed, name in enumerate(PRODUCED):
+    for seed, name in enumerate(PRODUCED if LARGE or world_size < 4 else PRODUCED[world_size % 2 :: 2]):
         run(ranks, name, DTYPES[world_size % 3], seed, by=("copy",))
 
 
@@ -227,14 +227,14 @@ def test_epochs_wrap_around(make: Make) -> None:
 @pytest.mark.parametrize(("first", "second"), [("gather rows", "two_shot"), ("scatter columns", "all_gather")])
 def test_two_ops_in_turn_use_both_halves(make: Make, first: str, second: str) -> None:
     ranks = make(3)
-    for seed in range(7):
-        # first, second, first, first, second, first, first: each of them on each parity.
+    for seed in range(5):
+        # first, second, first, first, second: each of them on each parity.
         run(ranks, second if seed % 3 == 1 else first, torch.float32, seed)
 
 
-@pytest.mark.parametrize("epoch", [0, 2**31 - 3])
-def test_growth_between_two_ops(make: Make, epoch: int) -> None:
-    ranks = make(4, epoch)
+def test_growth_between_two_ops(make: Make) -> None:
+    """While epochs wrap."""
+    ranks = make(4, 2**31 - 3)
     small = ranks[0].half_bytes
     run(ranks, "gather contraction", torch.float32, 0)
     assert ranks[0].half_bytes == small

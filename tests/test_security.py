@@ -7,6 +7,7 @@ import csv
 import fcntl
 import gc
 import os
+import re
 import stat
 import subprocess
 from dataclasses import fields
@@ -23,22 +24,14 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.memory.posix import PosixMemory
 from fusedtp.workspaces.rendezvous import StoreExchange
 
+from .beside import arenas
+
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "security.md"
 NOBODY = 65534
 GET_SEALS, SEALED = 1034, 0x1 | 0x2 | 0x4  # linux/fcntl.h: no more seals, no shrinking, no growing
-
-
-def arenas() -> list[int]:
-    """The descriptors of this process's arenas."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        if os.path.islink(f"/proc/self/fd/{fd}") and "memfd:fusedtp" in os.readlink(f"/proc/self/fd/{fd}"):
-            found.append(int(fd))
-    return found
 
 
 class Watched(StoreExchange):
@@ -188,11 +181,10 @@ def test_a_machines_name_is_one_folder() -> None:
         assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-"), slug(name)
 
 
-def test_every_promise_has_its_test() -> None:
-    named = [
-        line.rpartition("`")[0].rpartition("`")[2] for line in DOCUMENT.read_text().splitlines() if "`test_" in line
-    ]
-    assert len(named) >= 8
-    here = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
-    for name in named:
-        assert f"def {name}(" in here, name
+@pytest.mark.parametrize(("name", "number"), [("security.md", 15), ("processes.md", 13)])
+def test_every_promise_has_its_test(name: str, number: int) -> None:
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs" / name).read_text())
+    assert len(named) >= number
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for test in named:
+        assert f"def {test}(" in tests, test

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import os
 import re
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,21 +23,12 @@ from fusedtp.workspaces import clock, registry, workspace
 from fusedtp.workspaces.steps import wrapping_difference
 from fusedtp.workspaces.workspace import Workspace
 
+from .beside import CPU, arenas, mappings
 from .soak import interruptions
 from .virtual_ranks import local_memories
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
-
-CPU = torch.device("cpu")
-
-
-def _arena_files() -> list[str]:
-    files = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            files.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return [each for each in files if "memfd:fusedtp" in each]
 
 
 def life(group: ProcessGroup) -> dict[str, Any]:
@@ -54,30 +43,23 @@ def life(group: ProcessGroup) -> dict[str, Any]:
     big = torch.ones(512, 1024)
     whole = fusedtp.all_gather(big, group=group, schedule="decomposed")
     # The file behind the own arena refuses to change its size, whoever holds it.
-    fd = next(int(fd) for fd in os.listdir("/proc/self/fd") if _is_arena(fd))
     try:
-        os.ftruncate(fd, 1)
+        os.ftruncate(arenas()[0], 1)
         sealed = False
     except OSError as error:
         sealed = error.errno == errno.EPERM
     grown, epoch = ws.half_bytes, ws.epoch
-    maps = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fusedtp" in line]
+    maps = mappings()
     fusedtp.destroy(group)
-    after = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:fusedtp" in line]
+    after = mappings()
     # And it comes back, with every rank taking part.
     again = fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
     fusedtp.destroy()
     return {
         "right": bool((whole == 1).all()) and again.tolist() == [group.size()] * 3, "first": first, "grown": grown,
-        "epoch": epoch, "sealed": sealed, "maps": len(maps), "after": after, "files": _arena_files(),
+        "epoch": epoch, "sealed": sealed, "maps": maps, "after": after, "files": arenas(),
         "shm": os.listdir("/dev/shm") == shm,
     }  # fmt: skip
-
-
-def _is_arena(fd: str) -> bool:
-    with contextlib.suppress(OSError):
-        return "memfd:fusedtp" in os.readlink(f"/proc/self/fd/{fd}")
-    return False
 
 
 def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
@@ -87,7 +69,7 @@ def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
         assert reply["epoch"] == 2  # growing kept count
         assert reply["sealed"]
         assert reply["maps"] == 3
-        assert (reply["after"], reply["files"]) == ([], [])
+        assert (reply["after"], reply["files"]) == (0, [])
         assert reply["shm"]
 
 
@@ -113,7 +95,7 @@ def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
     begin = 4 * group.rank()
     right = all(bool(torch.allclose(out[begin : begin + 4], x @ weight.t())) for out in outs)
     assert path is not None
-    return right, path.schedule, refused, [str(each.message) for each in said], not _arena_files()
+    return right, path.schedule, refused, [str(each.message) for each in said], not arenas()
 
 
 def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> None:
@@ -129,7 +111,7 @@ def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> Non
         assert clean
 
 
-def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
+def exhausted(group: ProcessGroup) -> tuple[str, list[int]]:
     """Rank 1 has no descriptors left."""
     fusedtp.destroy()
     make = os.memfd_create
@@ -146,7 +128,7 @@ def exhausted(group: ProcessGroup) -> tuple[str, list[str]]:
         said = str(error)
     os.memfd_create = make
     fusedtp.destroy()
-    left = _arena_files()
+    left = arenas()
     assert fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed").tolist() == [3.0] * 3
     fusedtp.destroy()
     return said, left
@@ -323,6 +305,10 @@ def reported(group: ProcessGroup) -> tuple[int, int]:
         with pytest.raises(fusedtp.PeerTimeout, match="signal slot 3: epoch 8 expected, 7 seen") as told:
             fusedtp.check(asked)
         found.append(told.value)
+    # Nor is there another op, though this one would find its peers.
+    with pytest.raises(fusedtp.PeerTimeout) as refused:
+        fusedtp.all_reduce(torch.ones(4), group=group, schedule="decomposed")
+    assert str(refused.value) == str(found[0])
     dist.barrier(group)
     fusedtp.destroy(group)
     fusedtp.check(group)
@@ -335,14 +321,11 @@ def test_memory_that_a_captured_graph_uses_outlives_growth(pool: RankPool) -> No
 
 def captured(group: ProcessGroup) -> tuple[int, int]:
     # Arenas that are mapped, after growth with a capture before it and without one.
-    def arenas() -> int:
-        return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
-
     seen = []
     for graph in (True, False):
         fusedtp.destroy(group)
         gc.collect()
-        others = arenas()
+        others = mappings()
         ws = registry.get(group, CPU)
         # As on a GPU, where graphs are captured.
         captures = mock.patch.multiple(ws, _on_host=not graph, _capturing=mock.Mock(return_value=graph))
@@ -351,14 +334,14 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         old = ws._arena
         assert old is not None
         ws.require(1 << 20, 100)
-        seen.append(arenas() - others)
+        seen.append(mappings() - others)
         if graph:
             # As a replay would.
             assert old.tensors[1 - group.rank()].sum() >= 0
             assert any(each is table for each in ws._captured)
         fusedtp.destroy(group)
         del old
-        assert arenas() == others
+        assert mappings() == others
     return seen[0], seen[1]
 
 

@@ -18,7 +18,7 @@ from .inject import Meeting
 
 # What the call meets: a workspace that fits, none, or one that must grow for these rows.
 MEETS = {"a workspace": 0, "no workspace": 0, "one too small": 4096}
-SECONDS = 3.0
+SECONDS = 2.0
 # So many lines behind a call's last one there is none that waiting brings.
 BEYOND = 40
 
