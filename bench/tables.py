@@ -118,7 +118,10 @@ class CellTable:
         for name in map(str, cells):
             is_number = name in formats
             made.add_column(
-                name, justify="right" if is_number else "left", overflow="fold", no_wrap=is_number or name == SIZE
+                name,
+                justify="right" if is_number else "left",
+                overflow="fold",
+                no_wrap=is_number or name in (SIZE, "module"),
             )
         for line in records(cells):
             made.add_row(*(_text(value, formats.get(name, "{}")) for name, value in line.items()))
