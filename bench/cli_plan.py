@@ -186,6 +186,6 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
     each_gb = num_bytes * (share + (1 - share) / world_size) / 1e9
-    console.print(f"Parameters: {num_bytes / 1e9:.3g} GB in all, {each_gb:.3g} GB on each of {world_size} ranks.")
+    console.print(f"Parameters: {num_bytes / 1e9:.3g} GB in all, about {each_gb:.3g} GB on each of {world_size} ranks.")
     if left:
         console.print(told(left))

@@ -120,6 +120,10 @@ def _size(row: Measurement) -> str:
     return f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
 
 
+def _section(row: Measurement) -> str:
+    return ", ".join(filter(None, (TITLES.get(row.op, row.op), row.model, row.direction, row.variant)))
+
+
 def in_common(found: Comparison) -> str:
     """How many rows each file has, and how many of them the other one measured too."""
     both = len(found.before) - len(found.only_before) - sum(measured(a) is not None for a, _ in found.lost)
@@ -171,10 +175,9 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
     for verdict in count:
         lines = [
             {
-                "op": f"{TITLES.get(each.after.op, each.after.op)}, {each.after.direction}",
-                "layer": " ".join(filter(None, (each.after.model, each.after.layer))), SIZE: _size(each.after),
-                "ranks": each.after.world_size, "variant": each.after.variant, "A\nmedian, ms": each.before.median_ms,
-                "B\nmedian, ms": each.after.median_ms, "B / A\nratio": each.interval.ratio,
+                "op": _section(each.after), "layer": each.after.layer, SIZE: _size(each.after),
+                "ranks": each.after.world_size,
+                "A\nms": each.before.median_ms, "B\nms": each.after.median_ms, "B / A\nratio": each.interval.ratio,
                 f"{confidence:.0%} interval\n": f"{each.interval.low:.3f} to {each.interval.high:.3f}",
             }
             for each in found.changes if each.verdict == verdict

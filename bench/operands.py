@@ -10,7 +10,6 @@ anything is timed: x and w are `Scaled`, what is whole is data * scale in float6
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,12 +99,6 @@ class Operands:
         if dim is None:
             return whole
         return reference.chunk(whole, dim, self.rank, sizes[dim]).clone(memory_format=torch.contiguous_format)
-
-    def of_rank(self, rank: int) -> Operands:
-        """Another rank's, without drawing them again."""
-        other = copy.copy(self)
-        other._cut(rank)
-        return other
 
     @property
     def dy_whole(self) -> Tensor:

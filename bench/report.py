@@ -55,11 +55,11 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
     makers = (tables.times, tables.rates) if verbose else (tables.times,)
     shown = [make(frame, direction) for direction in DIRECTIONS for make in makers]
     checked, refused = tables.checked(frame), tables.refused(frame)
-    shown += [tables.totals(frame), tables.summary(frame), *([checked] if verbose else []), refused]
+    shown += [tables.totals(frame), tables.summary(frame), *([checked] if verbose else [])]
     shown = [table for table in shown if not table.cells.empty]
     for table in shown:
         by = "op" if table.name.startswith(("times", "rates")) else ""
-        table.print(console, by, "bold red" if table is refused else None)
+        table.print(console, by)
         if not by:
             console.print()
     lines = []
@@ -73,6 +73,10 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
         lines += [f"not run: {line}" for each in absent.values() for line in each]
     elif absent:
         lines.append(f"Not run here: {', '.join(absent)} (--verbose says why).")
+    if not refused.cells.empty:
+        console.print(refused.title, style="bold red")
+        for row in records(refused.cells):
+            console.print(", ".join(str(value) for value in row.values()), style="red")
     for line in [*lines, *tables.verdict(frame)]:
         console.print(line)
 

@@ -91,8 +91,9 @@ class CellTable:
         Columns of `optional` that the console has no room for are left out, the first ones first.
         """
         if by and by in self.cells:
+            console.print(self.title, style=style or "bold", soft_wrap=True)
             for value, cells in self.cells.groupby(by, sort=False):
-                part = CellTable.of(self.name, f"{self.title}, {value}", cells.drop(columns=by), optional=self.optional)
+                part = CellTable.of(self.name, str(value), cells.drop(columns=by), optional=self.optional)
                 part.print(console, style=style)
                 console.print()
             return
@@ -116,7 +117,12 @@ class CellTable:
         made, formats = Printed(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, padding, 0, 0)), self.numbers
         for name in map(str, cells):
             is_number = name in formats
-            made.add_column(name, justify="right" if is_number else "left", no_wrap=is_number or name == SIZE)
+            made.add_column(
+                name,
+                justify="right" if is_number else "left",
+                overflow="fold",
+                no_wrap=is_number or name in (SIZE, "module"),
+            )
         for line in records(cells):
             made.add_row(*(_text(value, formats.get(name, "{}")) for name, value in line.items()))
         return made

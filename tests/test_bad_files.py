@@ -346,7 +346,7 @@ def test_cells_are_no_markup_no_mathematics_and_no_document(
     store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
     for command, said in (
         (["report", path, "--readme", tmp_path / "link.md"], "matmul, [/] :boom: $\\frac\n"),
-        (["compare", path, other, "--all"], "[/] :boom: $\\frac [bold "),
+        (["compare", path, other, "--all"], "[/] :boom: $\\frac, forward, decomposed\n"),
         (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
     ):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, list(map(str, command)))

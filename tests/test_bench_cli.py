@@ -162,6 +162,21 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     assert {(row.median_ms, row.max_error, row.rounds) for row in failed} == {(None, None, 0)}
 
 
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: tuple[Path, Result]) -> None:
+    measured = [row for row in stored(swept[0]) if row.median_ms is not None]
+
+    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Measurement]:
+        done(jobs[0], measured)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "run_spawned", spawned)
+    result = invoke("sweep", "--world-size", "2", *TINY, *ONLY, "--out", tmp_path)
+    (path,) = tmp_path.glob("*/sweep.csv")
+    assert result.exit_code == 130, result.output
+    assert f"the rows of what had ended are in {path}" in result.output.replace("\n", "")
+    assert store.read(path) == measured
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *TINY, *ONLY, "--out", str(tmp_path)]

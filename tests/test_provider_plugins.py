@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import machine, providers, store, sweep
+from fusedtp.bench import machine, providers, report, store, sweep
 from fusedtp.bench.cases import OPS, Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.store import Measurement
@@ -136,16 +136,19 @@ def plugged(site: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
 
 
 def invoke(*options: str) -> Result:
-    return CliRunner().invoke(app, options)
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, options)
 
 
 def stored(out: Path) -> list[Measurement]:
     return store.read(out / machine.describe().name / "sweep.csv")
 
 
-def test_plugins_beside_the_others_cost_nobody_a_number(plugged: None, tmp_path: Path) -> None:
+def test_plugins_beside_the_others_cost_nobody_a_number(
+    plugged: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that is right has times, one that is gone a reason; what is wrong, raises, hangs or dies is told."""
     asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", "15", "--shape", "26,20,16"]
+    monkeypatch.setattr(report, "picture", lambda rows, path: False)
     done = invoke(*SWEEP, *asked, "--out", str(tmp_path))
     assert done.exit_code == 1, done.output
     rows = stored(tmp_path)
