@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
@@ -262,7 +263,7 @@ def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, m
     """As on a GPU: cut off behind the first size, the command goes on with the second."""
     cases = [Case("all_gather_matmul", rows, 80, 48, "bfloat16", 2) for rows in (64, 512)]
     out, searched = tmp_path / "tuning.json", []
-    console = SimpleNamespace(print=lambda *_, **__: None)
+    console = Console(quiet=True)
 
     def tune(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
         searched.append(cases)
@@ -273,7 +274,7 @@ def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, m
     machine = tuning.identity() | {"num_gpus": 2}
     monkeypatch.setattr(tuning, "identity", lambda: machine)
     for _ in range(3):
-        cli_tune.tune_tiles(cases, out, machine, seconds=1, again=False, console=console)  # type: ignore[arg-type]
+        cli_tune.tune_tiles(cases, out, machine, seconds=1, again=False, console=console)
     assert searched == [cases, cases[1:]]
     known, _, _ = tuning.load(out)
     assert known is not None
