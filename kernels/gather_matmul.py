@@ -1,7 +1,7 @@
 """All-gather + matmul: c = gather(a) @ b, with the gather hidden behind the matmul.
 
-- KnownGather rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
-- KnownGather the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
+- Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
+- Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
   waits inside its K loop.
 
 Producers are the kernel's first programs (`push`), which store the own rows into the peers' arenas and never wait, or a

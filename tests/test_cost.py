@@ -352,7 +352,7 @@ def test_command() -> None:
     lines = result.output.split("\n")
     assert lines[0].startswith("predicted, not measured: all_gather_matmul")
     numbers = [line.split() for line in lines if line.strip()[:1].isdigit()]
-    assert [(row[0], row[3]) for row in numbers] == [(m, w) for w in ("2", "8") for m in ("1024", "2048", "4096")]
+    assert [(row[0], row[5]) for row in numbers] == [(m, w) for w in ("2", "8") for m in ("1024", "2048", "4096")]
     found = cost.predict("all_gather_matmul", M=4096, N=28672, K=8192, world_size=8, hardware="h100")
     assert numbers[-1][6] == f"{found.unfused_us:.1f}"
     assert "assumed" in result.output

@@ -43,7 +43,7 @@ from .settings import normed, with_float8, without_norm
 def _save(
     ctx: Any, call: Call, given: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Save for `_gradients`, and return, what a needed gradient reads; `needs` tells which of the given need one."""
+    """Save and return the tensors that the needed gradients read. `needs`: which of the given need a gradient."""
     ctx.call, ctx.needs = call, dict(zip(given, needs, strict=True))
     saved: dict[str, Tensor] = {}
     for name in call.weights:
@@ -383,7 +383,7 @@ def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm 
         if inference:
             _refuse_inference(call, given)
         is_linear = call.is_linear and "residual" not in given and given is parts
-        if is_linear and holder(x) is holder(given["w"]) is None:
+        if is_linear and holder(x) is None and holder(given["w"]) is None:
             return call.linear(parts)
         return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
     if call.is_linear and "residual" not in given:

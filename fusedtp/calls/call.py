@@ -69,7 +69,7 @@ class Call:
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
         self.widths = tuple(rest)
-        # Names of the weights, of w and bias of each weight, of the products' gradients, and of the products.
+        # Names: of the weights; of w and bias by turns; of the products' gradients; of the products.
         count = max(1, len(rest))
         self.weights, self._biases = numbered("w", count), numbered("bias", count)
         self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)

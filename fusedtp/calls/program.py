@@ -483,7 +483,9 @@ class Program:
         return [dx, *(each for i, db in enumerate(dbs) for each in (dws.get(i), db))]
 
     def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
-        # One task for dx and the wanted dw.
+        # One task for dx and the wanted dw. It gathers one operand for both, or gathers one and scatters one result:
+        #   along rows:  dx = a @ b is scattered (a = dy, b = w); dw = left @ X (left = dy.T, X = gathered x)
+        #   along N:     dw = a @ b is scattered (a = dy.T, b = x); dx = left @ W (left = dy, W = gathered w)
         spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
         lies = {"x": spec.a, "w": spec.b}
         placed = plans.together or plans.side_by_side
@@ -491,7 +493,6 @@ class Program:
         step, before = placed
         sizes = self.sizes(step, before)
         rows = outermost(tuple(name for name in dy[0].dims if name != spec.n), step.dim)
-        # Along N the task gathers dy.T or scatters dw = dy.T @ x. Along rows it gathers dy or scatters dx = dy @ w.T.
         on_columns = step.dim == spec.n
         flat = sizes if on_columns else flat_sizes(sizes, rows, dy[0], step.dim)
         # The dims contracted in the first product and in the second. An operand gathered for the second product only

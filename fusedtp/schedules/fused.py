@@ -1,4 +1,4 @@
-"""One persistent Triton kernel an op, its collective inside, over symmetric memory.
+"""Persistent Triton kernels with the collective inside, over symmetric memory.
 
 `kernels.signal` documents the rules. A gather is part of the product that follows it: the first programs of that kernel
 push, or copies are issued before it. A sum takes two kernels: the first sends tiles to their owners and does not wait,
@@ -346,7 +346,7 @@ def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple
 
 
 def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = operands.END) -> operands.Scales:
-    """Return a launch's scales of blocks; `out` is not None: Triton 3.6 compares no tuple that holds None with None."""
+    """Return a launch's scales of blocks. `out` is a placeholder: Triton 3.6 cannot compare a tuple with None in it."""
     a, b = [each.for_kernels() for each in lefts], [each.t().for_kernels() for each in rights]
     return operands.Scales(tuple(a), tuple(b), out, operands.END)
 

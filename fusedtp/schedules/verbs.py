@@ -54,19 +54,19 @@ class Product(NamedTuple):
 
 
 class Gather(Protocol):
-    """One gather of a task; x is this rank's part, the same in every call of a run. float8 scales travel with rows."""
+    """One gather of a task. x is this rank's part: pass the same x to every method. float8 scales travel with rows."""
 
     def start(self, x: Matrix) -> None:
-        """Send this rank's part, now or with the first product, whose kernel may do it."""
+        """Send this rank's part now, or leave it to the kernel of the first product."""
 
     def start_beside(self, x: Tensor) -> None:
         """Send this rank's part now, beside what is issued next."""
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        """Compute the products as parts arrive, with epilogues of the same activation, and end the op."""
+        """Compute the products as parts arrive, with epilogues of the same activation."""
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return all ranks' parts, in `out`, which has the own one, or in a new tensor, and end the op."""
+        """Return all ranks' parts, in `out`, which has the own one, or in a new tensor."""
 
 
 class Scatter(Protocol):
@@ -79,7 +79,7 @@ class Scatter(Protocol):
         """Set this rank's terms to x."""
 
     def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
-        """Return this rank's part of the sum with the epilogue, and its norm if asked for; with `last`, end the op."""
+        """Return this rank's part of the sum with the epilogue, and its norm if asked for. `last`: no stage follows."""
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
         """Put this rank's part of the sum, with the epilogue but no norm, in `out`, and send it to all by `gather`."""
@@ -108,7 +108,7 @@ class Verbs(Protocol):
         """Return a gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
         - `products`: the kinds of the products to come.
-        - `result`: the number of columns of all products like the first one.
+        - `result`: the columns of all products of the first kind together, from which the tile is chosen.
         - `beside`: whether the gather is in flight during something else (`start_beside`).
         - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
         """
@@ -123,4 +123,4 @@ class Verbs(Protocol):
         """Return whether an all-reduce sends all terms to every rank; otherwise to owners, who then send their sums."""
 
     def end(self) -> None:
-        """End the op behind the last stage, if the schedule shares memory."""
+        """End the epoch after the last stage, if the host makes the protocol's steps. Kernels end it themselves."""
