@@ -228,10 +228,8 @@ def _layer(name: str, about: str) -> None:
             float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
         ] = None,
         out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
-        readme: Annotated[Path | None, typer.Option(help="Document whose part of this name is written again.")] = None,
     ) -> None:
-        from .generated import rewrite
-        from .layers import SUITES, decode_table, run, table
+        from .layers import SUITES, run, table
         from .machine import describe
 
         suite, console, machine = SUITES[name], arguments.console(), describe()
@@ -257,8 +255,6 @@ def _layer(name: str, about: str) -> None:
         table(suite, frame).print(console)
         console.print("Medians of the slowest rank; speed-up: dtensor / fusedtp.")
         console.print(f"rows: {path}", soft_wrap=True)
-        if readme is not None:
-            rewrite(readme, name, decode_table(frame))
 
     more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."
     app.command(name, help=f"{about}\n\n{more}")(command)

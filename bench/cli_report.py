@@ -19,7 +19,6 @@ app = typer.Typer(**arguments.PLAIN)
 def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of results; default this machine's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
-    readme: Annotated[Path | None, typer.Option(help="Document whose table of results is replaced.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
     ] = False,
@@ -32,13 +31,10 @@ def report(
     sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
     timeline.json beside it is drawn on the page too.
     """
-    from . import generated
     from . import report as drawing
     from .cli_predict import hardware_of
     from .machine import describe
 
-    if readme is not None and not readme.is_file():
-        raise typer.BadParameter(f"--readme must be a file, got {str(readme)!r}")
     console = arguments.console()
     for path in rows or [out / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
@@ -49,14 +45,6 @@ def report(
         drawing.show(stored, console, verbose=verbose)
         if drawing.picture(stored, path.with_suffix(".png")):
             console.print(f"picture: {path.with_suffix('.png')}")
-        if readme is not None:
-            try:
-                generated.rewrite(readme, "measured", generated.measured_table(stored))
-            except generated.NoCase as error:
-                raise typer.BadParameter(f"{path}: {error}") from error
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
-            console.print(f"table: {readme}")
         if malformed := drawing.write([*stored, *modelled], path):
             console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)

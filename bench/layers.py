@@ -331,7 +331,7 @@ def run(
 
 def decode_table(frame: pd.DataFrame) -> str:
     """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
-    lines = ["| ranks | tokens | of torch | of DTensor | no all-reduce, of torch |", "|---:|---:|---:|---:|---:|"]
+    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
     parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
     for (ranks, tokens), part in parts:
         ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
@@ -344,7 +344,7 @@ def decode_table(frame: pd.DataFrame) -> str:
         "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
         f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
         f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
-        "+=, F.rms_norm. The last column is what would be gained if sending cost nothing.",
+        "+=, F.rms_norm. The bound is the speed-up with free communication.",
     ]
     return "\n".join(lines)
 

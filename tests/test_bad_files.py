@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import fusedtp
 from fusedtp import NotationError
-from fusedtp.bench import cli, store, timeline
+from fusedtp.bench import cli, generated, store, timeline
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
@@ -146,7 +146,6 @@ OPTIONS: list[tuple[str, str]] = [
     ("report .", ". is not a regular file"),
     ("report FILE", "FILE is not a CSV file of results"),
     ("report /dev/zero", "/dev/zero is not a regular file"),
-    ("report --readme missing.md", "--readme must be a file, got 'missing.md'"),
     ("compare FILE FILE", "FILE is not a CSV file of results"),
     ("predict matmul", "op must be one of"),
     ("predict all_gather --world-size 0", "--world-size must be positive"),
@@ -345,13 +344,14 @@ def test_cells_are_no_markup_no_mathematics_and_no_document(
     other = tmp_path / "other.csv"
     store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
     for command, said in (
-        (["report", path, "--readme", tmp_path / "link.md"], "matmul, [/] :boom: $\\frac\n"),
+        (["report", path], "matmul, [/] :boom: $\\frac\n"),
         (["compare", path, other, "--all"], "[/] :boom: $\\frac, forward, decomposed\n"),
         (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
     ):
         result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, list(map(str, command)))
         assert result.exit_code == 0, result.output
         assert said in result.output
+    generated.rewrite(tmp_path / "link.md", "measured", generated.measured_table(store.read(path)))
     text = readme.read_bytes()
     assert (tmp_path / "link.md").is_symlink()
     assert readme.stat().st_mode & 0o777 == 0o604

@@ -182,7 +182,7 @@ TEXTS = {field.name for field in fields(Measurement) if str(field.type) == "str"
 def test_rows_at_random(
     how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    right, path, document = rows(make_row), tmp_path / "sweep.csv", tmp_path / "README.md"
+    right, path = rows(make_row), tmp_path / "sweep.csv"
     store.write(path, right)
     content = path.read_bytes()
     for number, rng in examples(f"rows {how.__name__}"):
@@ -196,8 +196,7 @@ def test_rows_at_random(
             assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
             used(found, right, number % PAGES == 0)
         if number % EVERY == 0:
-            document.write_text("<!-- measured:begin -->\n<!-- measured:end -->\n")
-            for said in (command("report", path, "--readme", document), command("compare", path, path)):
+            for said in (command("report", path), command("compare", path, path)):
                 assert "Traceback" not in said
     # Of matplotlib, about a name in letters that its font has not.
     assert all("Glyph" in str(each.message) for each in recwarn.list)
