@@ -65,7 +65,8 @@ def missing(
             for _ in late:
                 pass
         second = driver.run(ranks, replace(schedule, seed=schedule.seed + 1))
-        with pytest.raises(PeerTimeout, match=f"rank {absent} came too late: rank .* had given up on rank {absent} "):
+        # Of the two ranks that are left, each may have given up on the other.
+        with pytest.raises(PeerTimeout, match=f"rank {absent} (waited|came too late)"):
             ranks[absent].check()
     return total([first, second])
 
