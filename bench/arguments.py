@@ -1,4 +1,4 @@
-"""What the commands share: reading options, stored rows, and where to print."""
+"""Parse options, read stored rows, and open the console, for all commands."""
 
 from __future__ import annotations
 

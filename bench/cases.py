@@ -1,4 +1,4 @@
-"""What the sweep runs: ops, directions, variants, sizes, and what a case multiplies and sends.
+"""Cases of the sweep: ops, directions, variants and sizes, with the FLOPs and bytes of each.
 
 Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
 
@@ -117,17 +117,17 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """What its collective does."""
+        """Name the kind of its collective."""
         return TABLE[self.op].kind
 
     @property
     def is_float8(self) -> bool:
-        """Whether x and w are float8 with scales."""
+        """Return True if x and w are float8 with scales."""
         return self.dtype in EVERY_FLOAT8
 
     @property
     def even(self) -> bool:
-        """Whether every dim that is split is as long on every rank."""
+        """Return True if all shards of each split dim have the same length."""
         split = (self.M, self.N) if self.kind == "gather" else (self.M, self.K)
         return all(length % self.world_size == 0 for length in split)
 
