@@ -279,7 +279,7 @@ def pushers(run: Run) -> None:
     def make(*size: int) -> Variants:
         operands, sizes = Factors("bfloat16", *size), (0, size[0], *[0] * 6)
         a, found = operands.a, operands.own()
-        for count in (0, 8, 16, 33):
+        for count in (0, 6, 12, 33):
             config = replace(config_for(a.device, a.dtype, *size[:2]), pushers=count)
             arenas, fill = preset.gathered(a, a, operands.b, sizes, pushed=count == 0, config=config)
             found[f"{count} pushers"] = operands.filled(fill, arenas)

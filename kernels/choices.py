@@ -67,7 +67,8 @@ def applied(config: Config, choice: Choice | None) -> Config:
     )  # fmt: skip
 
 
-def _shared_bytes(choice: Choice, itemsize: int) -> int:
+def shared_memory_of(choice: Choice | Config, itemsize: int) -> int:
+    """Return the most shared memory that a program takes."""
     # Blocks of A and B being loaded, and the tile being stored. The compiler asks for no more, apart from its barriers
     # (tests/test_kernels_offline.py).
     under_way = choice.num_stages * (choice.block_m + choice.block_n) * choice.block_k
@@ -81,7 +82,7 @@ def fits(choice: Choice, itemsize: int, *, shared_bytes: int, lanes: int) -> boo
     """
     sums = choice.block_m * choice.block_n // (choice.num_warps * lanes)
     most = _MOST_SUMS if itemsize <= 2 else _MOST_SUMS_OF_FLOAT32
-    return _LEAST_SUMS <= sums <= most and _shared_bytes(choice, itemsize) <= shared_bytes
+    return _LEAST_SUMS <= sums <= most and shared_memory_of(choice, itemsize) <= shared_bytes
 
 
 def tiles(

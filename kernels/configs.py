@@ -64,7 +64,7 @@ class Config:
     pushers: int = 16
     measured_pushers: int = 0
     splits: int = 0
-    copy_rows: int = 8
+    copy_rows: int = 32
     copy_cols: int = 512
     descriptors: bool = False
     flatten: bool = False
@@ -77,18 +77,20 @@ class Config:
     registers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
-# Few large tiles: the interpreter's cost is per operation, not per element. With two programs their order matters.
+# Few large tiles: the interpreter's cost is per operation, not per element. Of three programs two start late.
 INTERPRETER = Config(
-    block_m=64, block_n=64, block_k=64, group_m=2, programs=2, pushers=2, copy_rows=64, copy_cols=128, strip_rows=128,
+    block_m=64, block_n=64, block_k=64, group_m=2, programs=3, pushers=2, copy_rows=64, copy_cols=128, strip_rows=128,
     loose_block_k=64,
 )  # fmt: skip
 
 # Most rows of a chunk, and most columns, that count as few.
 FEW_ROWS, FEW_COLUMNS = 64, 128
+# Rate of a narrow tile in times of a wide one's, which loads less for each product. Assumed.
+NARROW_RATE = 0.9
 SHAPES = ("many", "few columns", "few rows")
 
 _NARROW = Config(num_stages=4)
-_LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4)
+_LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, copy_rows=16)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
 # The most that a thread can have. Without a limit the compiler stops at 168 for few rows on sm_80 and keeps a value in
 # local memory, so that three programs fit on a multiprocessor. A persistent kernel has no use for three.
@@ -179,9 +181,18 @@ if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     _TREE["sm_90"] = replace(_TREE["sm_90"], pointer_stages=1)
 
 
-def shape_class(rows: int, cols: int) -> str:
-    """Return the class of a matmul with chunks of up to `rows` rows and `cols` columns of C on this rank."""
-    return "few rows" if rows <= FEW_ROWS else "few columns" if cols <= FEW_COLUMNS else "many"
+def shape_class(rows: int, cols: int, *, chunks: int = 1, programs: int = 0) -> str:
+    """Return the class of a matmul with chunks of up to `rows` rows and `cols` columns of C on this rank.
+
+    Narrow tiles, those of few columns, also take a wide C that ends earlier so: `programs` tiles are a wave.
+    """
+    if rows <= FEW_ROWS:
+        return "few rows"
+    if cols > FEW_COLUMNS and programs:
+        down = chunks * -(-rows // _WIDE.block_m)
+        wide, narrow = (-(-down * -(-cols // each.block_n) // programs) * each.block_n for each in (_WIDE, _NARROW))
+        return "few columns" if narrow < wide * NARROW_RATE else "many"
+    return "few columns" if cols <= FEW_COLUMNS else "many"
 
 
 def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = False, tree: bool = False) -> Config:

@@ -65,7 +65,7 @@ class Chunks(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Context of the hooks. END: as in `Link`."""
+    """Context of the hooks. head: as in `dealt`. END: as in `Link`."""
 
     link: Link
     a: Shard
@@ -75,6 +75,7 @@ class Gathered(NamedTuple):
     tiles: Tiles
     chunks: Chunks
     M: tl.tensor
+    head: tl.tensor
     scales: Scales | None
     PUSHERS: tl.constexpr
     END: tl.constexpr
@@ -90,16 +91,32 @@ def tile_columns(ctx):
 
 
 @triton.jit
-def first_of(index, num_programs):
-    """Return the gate's tile of the same place as the index-th tile, and 1 if the index-th tile is up's, else 0."""
-    turn = index // num_programs
-    return turn // 2 * num_programs + index % num_programs, turn % 2
+def dealt(place, num_programs, late, head):
+    """Return the tile at a place of the deal, which goes around the programs turn by turn.
+
+    The last `late` programs have no multiprocessor until the pushers end. They join after `head` turns.
+    """
+    return place - min(place // num_programs, head) * late
 
 
 @triton.jit
-def end_of_pairs(pid, num_pairs, num_programs):
-    """Return the end of a program's tiles, two for each of pid, pid + num_programs, .. below num_pairs."""
-    return pid + 2 * cdiv(max(num_pairs - pid, 0), num_programs) * num_programs
+def first_of(place, num_programs):
+    """Return the gate's place of a pair of tiles, and 1 if the tile at `place` is up's, else 0."""
+    turn = place // num_programs
+    return turn // 2 * num_programs + place % num_programs, turn % 2
+
+
+@triton.jit
+def places(pid, num_programs, late, head, num_tiles, PAIRS: tl.constexpr):
+    """Return the first and the end of a program's places, num_programs apart; with PAIRS each tile has two turns."""
+    first = pid
+    if pid >= num_programs - late:
+        first += head * num_programs
+    end = num_tiles + head * late
+    if PAIRS:
+        end = pid + 2 * cdiv(max(end - pid, 0), num_programs) * num_programs
+        first = pid + 2 * (first - pid)
+    return first, end
 
 
 @triton.jit
@@ -110,27 +127,34 @@ def _beside(ctx, tile, is_up):
 
 
 @triton.jit
-def _locate_own_chunk_first(ctx, tile):
+def _tile_at(ctx, place):
+    # The tile, or the pair, at a place, the columns of tiles to count them by, and 1 for up's tile of a pair.
+    num_programs = tl.num_programs(0) - ctx.PUSHERS
     if ctx.epilogue.GATED:
-        first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
-        found = locate_in_chunks(
-            first, ctx.chunks.table, ctx.link.rank, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N), ctx.link.group.WORLD_SIZE,
-            ctx.tiles,
-        )  # fmt: skip
-        return _beside(ctx, found, is_up)
+        place, is_up = first_of(place, num_programs)
+        columns = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
     else:
-        return locate_in_chunks(
-            tile, ctx.chunks.table, ctx.link.rank, tile_columns(ctx), ctx.link.group.WORLD_SIZE, ctx.tiles
-        )
+        is_up = 0
+        columns = tile_columns(ctx)
+    if ctx.PUSHERS > 0:
+        place = dealt(place, num_programs, ctx.PUSHERS, ctx.head)
+    return place, columns, is_up
 
 
 @triton.jit
-def _locate_whole(ctx, tile):
-    if ctx.epilogue.GATED:
-        first, is_up = first_of(tile, tl.num_programs(0) - ctx.PUSHERS)
-        return _beside(ctx, locate_among(first, ctx.M, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N), ctx.tiles), is_up)
-    else:
-        return locate_among(tile, ctx.M, tile_columns(ctx), ctx.tiles)
+def _locate_own_chunk_first(ctx, place):
+    index, columns, is_up = _tile_at(ctx, place)
+    tile = locate_in_chunks(
+        index, ctx.chunks.table, ctx.link.rank, columns, ctx.link.group.WORLD_SIZE, ctx.tiles
+    )  # fmt: skip
+    return _beside(ctx, tile, is_up) if ctx.epilogue.GATED else tile
+
+
+@triton.jit
+def _locate_whole(ctx, place):
+    index, columns, is_up = _tile_at(ctx, place)
+    tile = locate_among(index, ctx.M, columns, ctx.tiles)
+    return _beside(ctx, tile, is_up) if ctx.epilogue.GATED else tile
 
 
 @triton.jit
@@ -234,9 +258,9 @@ def _store_gathered(ctx, tile, packed, acc):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "head"])
 def _gather_matmul_kernel(
-    a, b, c, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, M,
+    a, b, c, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, head, M,
     PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
     SWITCH: tl.constexpr,
 ):  # fmt: skip
@@ -251,8 +275,6 @@ def _gather_matmul_kernel(
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    if epilogue.GATED:
-        num_tiles = end_of_pairs(pid - PUSHERS, num_tiles // 2, num_programs - PUSHERS)
     if PUSHERS > 0:
         enter(link, pid)
     if PUSHERS > 0 and pid < PUSHERS:
@@ -262,13 +284,17 @@ def _gather_matmul_kernel(
             chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
         )  # fmt: skip
     else:
+        first, end = places(
+            pid - PUSHERS, num_programs - PUSHERS, PUSHERS, head, num_tiles // 2 if epilogue.GATED else num_tiles,
+            epilogue.GATED,
+        )  # fmt: skip
         # Built in the call, as a tuple that is assigned to a name loses its constants.
         matmul_tiles(
             Gathered(
-                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, scales,
+                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, head, scales,
                 PUSHERS, 0,
             ),
-            pid - PUSHERS, num_programs - PUSHERS, num_tiles,
+            first, num_programs - PUSHERS, end,
             _locate_whole if CONTRACTION else _locate_own_chunk_first,
             _a_gathered_contraction if CONTRACTION else _a_gathered_rows, b_of_weight,
             _store_gathered if CONTRACTION else _store_gathered_rows, group.WORLD_SIZE if CONTRACTION else 1,
@@ -281,6 +307,16 @@ def _gather_matmul_kernel(
 def own_in_place(a: torch.Tensor) -> bool:
     """Return whether the kernel can read this shard in place: its rows must be contiguous, as in an arena."""
     return a.stride(1) == 1
+
+
+def head_turns(num_tiles: int, programs: int, pushers: int, late: float) -> int:
+    """Return how many turns of tiles the last `pushers` of the multiplying programs sit out, so that all end together.
+
+    late: as in `GatherMatmul`.
+    """
+    early = programs - pushers
+    # Turns are times of a tile: the late programs start inside the last of these.
+    return min(int(late * -(-num_tiles // programs)), num_tiles // early) if pushers and early > 0 else 0
 
 
 def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
@@ -303,7 +339,7 @@ class KnownGather(NamedTuple):
     flags: tuple[tl.constexpr, ...]
     options: dict[str, int]
     grid: tuple[int]
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, int, int]
     pushers: int
 
 
@@ -314,6 +350,8 @@ class GatherMatmul:
     - `sizes`: of the shards of rows, or of the contraction if not `on_rows`; `pitch`: of an arena's rows.
     - `piece_rows`: rows of a shard for each signal.
     - `scales`, `leaves`: as in `Tiles`. `switch`: each piece is pushed once, not to each rank.
+    - `late`: when the pushing programs end, as a part of the matmul's time, if the last multiplying programs cannot
+      start before; else 0.
     """
 
     op: int
@@ -325,6 +363,7 @@ class GatherMatmul:
     scales: str = ""
     leaves: int = 0
     switch: bool = False
+    late: float = 0.0
 
     def __post_init__(self) -> None:
         # Each rank adds the chunks of a gathered contraction in an order of its own.
@@ -379,6 +418,8 @@ class GatherMatmul:
             config = fitted(config, stored=True, read=False)
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
+        pairs = num_tiles // 2 if epilogue.GATED.value else num_tiles
+        head = head_turns(pairs, config.programs, pushers, self.late)
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
         flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
         if epilogue.ACTIVATION.value:
@@ -392,5 +433,5 @@ class GatherMatmul:
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
-            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles), pushers,
+            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles, head), pushers,
         )  # fmt: skip

@@ -73,19 +73,22 @@ def _target(device: torch.device) -> str:
 
 
 def config_for(
-    device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, blocks: bool = False,
-    tree: bool = False,
+    device: torch.device, dtype: torch.dtype, rows: int = _MANY, cols: int = 0, *, chunks: int = 1,
+    blocks: bool = False, tree: bool = False,
 ) -> Config:  # fmt: skip
     """Return the configuration for a device, with the number of programs filled in.
 
     - `rows`: most rows of a chunk of a matmul, the same on all ranks. Kernels that only move rows omit it.
     - `cols`: columns of C of a matmul, the same on all ranks if they exchange tiles of C.
+    - `chunks`: number of chunks of rows.
     - `blocks`, `tree`: as in `compiled_config`.
     """
     if INTERPRETED:
         return INTERPRETER
-    config = compiled_config(_target(device), dtype.itemsize, shape_class(rows, cols), blocks=blocks, tree=tree)
-    return replace(config, programs=_num_multiprocessors(device))
+    programs = _num_multiprocessors(device)
+    shape = shape_class(rows, cols, chunks=chunks, programs=programs)
+    config = compiled_config(_target(device), dtype.itemsize, shape, blocks=blocks, tree=tree)
+    return replace(config, programs=programs)
 
 
 def in_16_bytes(*matrices: torch.Tensor) -> bool:

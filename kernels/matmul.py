@@ -120,11 +120,11 @@ def _matmul_tile(
 
 @triton.jit
 def matmul_tiles(
-    ctx, pid, num_programs, num_tiles,
+    ctx, first, num_programs, end,
     LOCATE: tl.constexpr, A_CHUNK: tl.constexpr, B_CHUNK: tl.constexpr, STORE: tl.constexpr,
     NUM_K_CHUNKS: tl.constexpr, SCALE: tl.constexpr = None,
 ):  # fmt: skip
-    """Compute the tiles pid, pid + num_programs, .. of a matmul, in the order of LOCATE.
+    """Compute the tiles first, first + num_programs, .. below `end` of a matmul, in the order of LOCATE.
 
     ctx: context of the hooks, with a, b and tiles. With FLATTEN the compiler makes one loop of tiles and contraction:
     the first loads of the next tile are under way while this tile is stored.
@@ -133,13 +133,13 @@ def matmul_tiles(
     is in registers beside the sum, so values that all tiles share are not.
     """
     if ctx.tiles.FLATTEN:
-        for index in tl.range(pid, num_tiles, num_programs, flatten=True):
+        for index in tl.range(first, end, num_programs, flatten=True):
             _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
     elif SCALE is None:
-        for index in range(pid, num_tiles, num_programs):
+        for index in range(first, end, num_programs):
             _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
     else:
-        for index in tl.range(pid, num_tiles, num_programs, disable_licm=True):
+        for index in tl.range(first, end, num_programs, disable_licm=True):
             _matmul_tile(ctx, index, LOCATE, A_CHUNK, B_CHUNK, STORE, NUM_K_CHUNKS, SCALE)
 
 

@@ -34,12 +34,23 @@ def test_a_few_rows_of_every_rank_are_whole_tiles_of_our_kernel() -> None:
     machine = plain(memory_gbps=100)
     sizes: dict[str, Any] = {"N": 4096, "K": 4096, "world_size": 4, "dtype": "float32", "hardware": machine}
     few = cost.predict("all_gather_matmul", M=4, **sizes)
-    # Each of four reads its row and the whole weight, 1024 x 4096, again.
-    assert few.fused_us == pytest.approx(4 * (4096 + 1024 * 4096) * 4 / 1e5)
+    # Each of four reads its row and the whole weight, 1024 x 4096, again, and stores its row of 1024.
+    assert few.fused_us == pytest.approx(4 * (4096 + 1024 * 4096 + 1024) * 4 / 1e5)
     quick = plain()
     one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": quick}))
-    assert one.fused_us == pytest.approx(2 * 4 * overlap.TILE_ROWS[0] * 1024 * 4096 / 1e9, rel=0.01)
-    assert (overlap.TILE_ROWS[0], overlap.TILE_ROWS[1]) == (configs.FEW_ROWS, configs.Config().block_m)
+    rows = overlap.KERNEL_TILES[0][0]
+    assert one.fused_us == pytest.approx(2 * 4 * rows * 1024 * 4096 / 1e9, rel=0.01)
+
+
+def test_tiles_are_those_of_the_kernels() -> None:
+    low, narrow, wide = (configs.TABLE["sm_90"][shape] for shape in ("few rows", "few columns", "many"))
+    assert [tile[:2] for tile in overlap.KERNEL_TILES] == [(each.block_m, each.block_n) for each in (low, narrow, wide)]
+    assert overlap.KERNEL_TILES[1][2] == configs.NARROW_RATE * overlap.KERNEL_TILES[2][2]
+    assert low.block_m == configs.FEW_ROWS
+    # In the wide tile, half of the SMs of an H100 would be idle.
+    assert configs.shape_class(512, 4096, programs=132) == "few columns"
+    assert configs.shape_class(8192, 8192, programs=132) == "many"
+    assert configs.shape_class(64, 3584, chunks=8, programs=132) == configs.shape_class(64, 3584) == "few rows"
 
 
 def cpu_rows(path: Path) -> pd.DataFrame:
@@ -153,7 +164,9 @@ def test_recursion_by_hand() -> None:
         assert cost.predict("all_gather_matmul", hardware=quick, **sizes).times[schedule] == pytest.approx(wanted)
     scatter = cost.predict("matmul_reduce_scatter", hardware=plain(link_gbps=1e6, memory_gbps=4e3), **sizes)
     own_bytes = 4096 * 4096 * 4 / 4
-    assert scatter.times["fused"] == pytest.approx(scatter.matmul_us + 5 * own_bytes / 4e6, rel=1e-3)
+    # The tiles of each of four owners read the 256 x 4096 of b again.
+    matmul_us = scatter.matmul_us + 3 * 256 * 4096 * 4 / 4e6
+    assert scatter.times["fused"] == pytest.approx(matmul_us + 5 * own_bytes / 4e6, rel=1e-3)
 
 
 def test_decomposed_multiplies_short_chunks_when_all_are_there() -> None:
@@ -293,7 +306,7 @@ def test_one_shot_gives_way_once_and_sooner_with_more_ranks(machine: Hardware, s
 def test_copies_pay_for_large_shards_and_programs_push_small_ones() -> None:
     for name in ("h100", "h200", "a100", "b200"):
         fastest = []
-        for M in (64, 128, 16384, 65536):
+        for M in (64, 128, 65536, 131072):
             work = cost.work_of("all_gather_matmul", M=M, N=28672, K=8192, world_size=8)
             times = overlap.producers(work, HARDWARE[name])
             fastest.append(min(times, key=lambda producer: times[producer]))
@@ -301,9 +314,9 @@ def test_copies_pay_for_large_shards_and_programs_push_small_ones() -> None:
 
 
 def test_the_link_decides_how_many_programs_push() -> None:
-    # 0.76 of 300 GB/s and of 64 by programs of 10 each; of 900 a quarter of the SMs.
+    # 0.76 of 300 GB/s, of 64 and of 900, by programs of 30 each.
     pushers = [overlap.num_pushers(HARDWARE[name], 8) for name in ("a100", "h100-pcie", "b200")]
-    assert pushers == [23, 5, 148 // 4]
+    assert pushers == [8, 2, 23]
 
 
 def test_every_number_has_a_source() -> None:

@@ -49,7 +49,7 @@ def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
         assert free.fused_us <= usual.fused_us
         assert M <= 256 or usual.unfused_us / usual.fused_us < 1.35
     # Of a long contraction, whose matmul takes longer than its sums.
-    for M, least in ((257, 1.3), (1024, 1.3), (4096, 1.29), (16384, 1.2)):
+    for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.25), (16384, 1.2)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)
         assert found.fused_us is not None
         assert found.unfused_us / found.fused_us > least

@@ -143,7 +143,7 @@ def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
         for seed in (1, 2):
             run(hopper, ["gather rows"], 2, BF16, shape, Schedule(seed))
             assert loading._stages
-            assert min(loading._stages.values()) < 3
+            assert all(stages < dict(key[2])["num_stages"] for key, stages in loading._stages.items())
         before = len(asked)
         run(hopper, ["gather rows"], 2, BF16, shape, Schedule(3))
         assert len(asked) == before

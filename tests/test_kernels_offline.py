@@ -81,7 +81,7 @@ def chosen() -> list[Case]:
         rows = 64 if its.described else 32
         room = {"shared_bytes": its.shared_bytes, "lanes": its.backend[2], "least_rows": rows}
         tried = choices.tiles(config, 1024, 3584, 2, **room)
-        largest = sorted(tried, key=lambda each: choices._shared_bytes(each, 2))[-2:]
+        largest = sorted(tried, key=lambda each: choices.shared_memory_of(each, 2))[-2:]
         by = ("rows", "columns") if its.described else ("pointers", "pointers")
         for choice, variant in itertools.product(dict.fromkeys((*tried[:2], *largest)), ("gather rows", "scatter")):
             found.append(Case(variant, target, torch.bfloat16, "many", *by, choice=tuple(choice)))
@@ -92,7 +92,7 @@ def chosen() -> list[Case]:
 def test_a_choice_has_room(case: Case) -> None:
     """What is tried is compiled, asks for no more shared memory than there is, and multiplies in a pipelined loop."""
     built = build(case)
-    assert built.shared_bytes <= choices._shared_bytes(choices.Choice(*case.choice), 2)
+    assert built.shared_bytes <= choices.shared_memory_of(choices.Choice(*case.choice), 2)
     assert built.block == "x".join(map(str, case.choice[:3]))
     assert built.inner_loop
 

@@ -60,7 +60,7 @@ LENGTHS = (65, 0, 33, 7, 90, 64, 131, 1)
 SMALL_LENGTHS = (17, 50, 0, 33, 3)
 # Many tiles, pieces and swizzle groups a program at sizes that the interpreter can bear.
 SMALL_TILES = Config(
-    block_m=16, block_n=16, block_k=16, group_m=2, programs=3, pushers=3, copy_rows=8, copy_cols=16,
+    block_m=16, block_n=16, block_k=16, group_m=2, programs=3, pushers=2, copy_rows=8, copy_cols=16,
     strip_rows=8,
 )  # fmt: skip
 LAYOUTS = ("plain", "transposed", "sliced", "strided")

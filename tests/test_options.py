@@ -362,19 +362,3 @@ def of_float8(group: ProcessGroup) -> None:
 
 def test_a_norm_after_float8(pool: RankPool) -> None:
     pool.run(of_float8, world_size=2)
-
-
-def test_a_program_makes_up_behind_its_gate() -> None:
-    """Every pair of tiles by one program, the gate's first; interpreted programs run one after the other, and would not
-    show another order.
-    """
-    for num_pairs, num_programs in itertools.product((0, 1, 2, 5, 8), (1, 2, 3, 8)):
-        made = []
-        for pid in range(num_programs):
-            end = pid + 2 * -(-max(num_pairs - pid, 0) // num_programs) * num_programs
-            assert gather_matmul.end_of_pairs.fn(pid, num_pairs, num_programs) == end
-            tiles = [gather_matmul.first_of.fn(index, num_programs) for index in range(pid, end, num_programs)]
-            assert tiles[1::2] == [(place, 1) for place, _ in tiles[::2]]
-            assert all(turn == 0 for _, turn in tiles[::2])
-            made += [place for place, _ in tiles[::2]]
-        assert sorted(made) == list(range(num_pairs))

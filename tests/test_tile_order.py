@@ -13,6 +13,7 @@ import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,9 @@ class Pointer:
 
 def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
     """Device functions as Python functions of integers, by name."""
-    language = SimpleNamespace(load=lambda pointer: pointer.offsets[pointer.index], static_range=range)
+    language = SimpleNamespace(
+        load=lambda pointer: pointer.offsets[pointer.index], static_range=range, num_programs=lambda axis: 1
+    )
     names: dict[str, Any] = {"tl": language, "Tile": Tile}
     for function in functions:
         lines = textwrap.dedent(inspect.getsource(function.fn)).splitlines()
@@ -54,6 +57,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 PLAIN = plain(
     cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among, matmul.locate_whole,
+    gather_matmul.dealt, gather_matmul.first_of, gather_matmul.places, gather_matmul._tile_at,
     gather_matmul._locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
 )  # fmt: skip
 ORDERS = {"gather": PLAIN["_locate_own_chunk_first"], "scatter": PLAIN["_locate_own_chunk_last"]}
@@ -75,7 +79,7 @@ class Shape:
         table = Pointer(tuple(offsets(self.sizes)))
         return SimpleNamespace(
             table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=(self.N,), COUNT=1), M=M,
-            epilogue=SimpleNamespace(GATED=False),
+            epilogue=SimpleNamespace(GATED=False), PUSHERS=0,
             tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
             link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip
@@ -137,6 +141,40 @@ def test_inside_a_chunk_the_order_is_the_plain_one() -> None:
         for chunk, tiles in itertools.groupby(shape.order(kind), lambda tile: tile.chunk):
             alone = [(tile.index, tile.col) for tile in shape.unrotated(shape.sizes[chunk])]
             assert [(tile.index, tile.col) for tile in tiles] == alone, shape
+
+
+def deal(num_tiles: int, programs: int, late: int, head: int, *, pairs: bool) -> list[list[int]]:
+    """The tiles of each multiplying program, in its order; with `pairs` twice each, first the gate's, then up's."""
+    dealt = []
+    for pid in range(programs):
+        first, end = PLAIN["places"](pid, programs, late, head, num_tiles, pairs)
+        turns = [PLAIN["first_of"](at, programs) if pairs else (at, 0) for at in range(first, end, programs)]
+        assert [is_up for _, is_up in turns] == ([0, 1] * (len(turns) // 2) if pairs else [0] * len(turns))
+        dealt.append([PLAIN["dealt"](at, programs, late, head) for at, _ in turns])
+        if pairs:
+            assert dealt[-1][::2] == dealt[-1][1::2]
+    return dealt
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_late_programs_sit_out_the_first_turns(pairs: bool) -> None:
+    """Every tile is dealt once, in the order of the tiles, and no other head would end earlier."""
+    random = Random(7)
+    for _ in range(400):
+        programs = random.randint(2, 40)
+        late, num_tiles = random.randint(1, programs - 1), random.choice((0, 1, programs, random.randint(2, 400)))
+        share = random.choice((0.0, random.uniform(0, 2)))
+        chosen = gather_matmul.head_turns(num_tiles, programs, late, share)
+        ends = {}
+        for head in range(num_tiles // (programs - late) + 1):
+            dealt = deal(num_tiles, programs, late, head, pairs=pairs)
+            made = sorted(tile for tiles in dealt for tile in (tiles[::2] if pairs else tiles))
+            assert made == list(range(num_tiles)), (num_tiles, programs, late, head)
+            assert all(tiles == sorted(tiles) for tiles in dealt)
+            starts = [0.0] * (programs - late) + [share * -(-num_tiles // programs)] * late
+            turns = [len(tiles) / (1 + pairs) for tiles in dealt]
+            ends[head] = max((start + n for start, n in zip(starts, turns, strict=True) if n), default=0.0)
+        assert ends[chosen] <= min(ends.values()) + 1e-9, (num_tiles, programs, late, share, chosen, ends)
 
 
 @triton.jit

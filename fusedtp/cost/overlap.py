@@ -79,8 +79,9 @@ ONE_KERNEL_ROWS = 256
 # joins such chunks and multiplies once.
 FEW_ROWS = 256
 
-# Rows of a tile of our kernel, first for few rows: `kernels.configs`.
-TILE_ROWS = (64, 128)
+# Tiles of our kernel: rows, columns, and the fraction of its best rate (`kernels.configs`). The first is for few rows.
+# The last is for 16-bit operands alone, whose best rate it has. Assumed, as `_TILES`.
+KERNEL_TILES = ((64, 128, 0.75), (128, 128, 0.9), (128, 256, 1.0))
 
 # Two kernels cast x, as a compiler makes them: one reads magnitudes, one reads x again and writes.
 _CAST_LAUNCHES = 2
@@ -92,8 +93,9 @@ MULTICAST = "multicast"
 # A shard is copied in parts of about this size, each with a start of its own. On an H20 (`hardware`) a part reaches
 # 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
-# GB/s that one pushing program sends: 8 KB in flight at a time, 0.8 us from memory to the peer. Assumed.
-PUSHER_GBPS = 10
+# GB/s that one pushing program sends: 32 KB at a time, which take 0.8 us to load and 0.3 us to store at 64 bytes a
+# clock. Assumed.
+PUSHER_GBPS = 30
 # GB/s of sums that one program gets from the switch: 8 KB in flight, 1.6 us to all ranks and back. Assumed.
 ADDER_GBPS = 5
 # Ways of an all-reduce. In IN_SWITCH the switch makes the sums, and one rank asks it for each.
@@ -205,39 +207,61 @@ class Model:
         return start + (domains - 1) / domains * num_bytes / (self.machine.network_gbps * 1e3)
 
     @property
-    def kernel(self) -> float:
-        """Return the time of the whole matmul in our kernel, with every signal already raised."""
-        if self.kernel_given is not None:
-            return self.kernel_given
-        work, whole = self.work, self.matmul
-        if self.torch_dtype != work.dtype and self.kernel_multiplies:
-            whole = self.product(work.rows, work.cols, work.depth, work.dtype)
-        return whole / (self.machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0))
+    def _kernel_dtype(self) -> str:
+        return self.work.dtype if self.kernel_multiplies else self.torch_dtype
 
-    def chunks(self, schedule: str, *, cut: bool = True) -> list[float]:
-        """Return the times of the matmul's `n` parts; with `cut` each tile of the kernel has rows of one rank only."""
+    def tiles(self, *, cut: bool) -> tuple[int, float]:
+        """Return the number of tiles of our kernel and the time of one; with `cut` a tile has rows of one rank only."""
+        work, machine = self.work, self.machine
+        parts, dtype = work.num_ranks if cut and not work.by_depth else 1, self._kernel_dtype
+        rows, sms = ceil(work.rows / parts), max(1, machine.num_sms)
+        candidates: Sequence[tuple[int, int, float]] = (
+            KERNEL_TILES[:1] if rows <= KERNEL_TILES[0][0] else KERNEL_TILES[1:]
+        )
+        if ITEMSIZE[dtype] != ITEMSIZE[WIDENED_BLOCKS]:
+            candidates = [(m, n, 1.0) for m, n, _ in candidates[:1]]
+        rate = machine.rate(dtype) * machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0) / sms
+        if self.given is not None:
+            rate *= self.product(work.rows, work.cols, work.depth) / self.given
+        found = [
+            (parts * ceil(rows / m) * ceil(work.cols / n), 2 * m * n * work.depth / (rate * fraction))
+            for m, n, fraction in candidates
+        ]
+        count, time = min(found, key=lambda tile: ceil(tile[0] / sms) * tile[1])
+        return count, time if self.kernel_given is None else self.kernel_given / ceil(count / sms)
+
+    def kernel(self, *, cut: bool, pushers: int = 0) -> float:
+        """Return the time of the whole matmul in our kernel, with every signal already raised.
+
+        pushers: programs that push meanwhile. As many others start when these end, and have fewer tiles.
+        """
+        work, sms = self.work, max(1, self.machine.num_sms)
+        count, tile = self.tiles(cut=cut)
+        late = self.pushing(pushers) if pushers else 0.0
+        turns, early = int(late / tile), sms - pushers
+        left = max(0, count - turns * early)
+        end = max((turns + ceil(left / sms)) * tile, late + ceil(max(0, left - early) / sms) * tile)
+        if self.kernel_given is not None:
+            return end
+        # Tiles of one rank's rows read the other operand once more for every rank.
+        operands = (
+            work.num_ranks if cut and not work.by_depth else 1
+        ) * work.depth * work.cols + work.rows * work.depth
+        num_bytes = operands * ITEMSIZE[self._kernel_dtype] + work.rows * work.cols * ITEMSIZE[work.made]
+        return self.machine.launch_us + max(end, num_bytes / self.memory / self.machine.kernel_fraction)
+
+    def chunks(self, schedule: str, *, cut: bool = True, pushers: int = 0) -> list[float]:
+        """Return the times of the matmul's `n` parts; cut, pushers: of `fused`, as in `kernel`."""
         work, n = self.work, self.n
         if not work.flops:
             return []
         if schedule == "fused":
-            least = self._least_chunk if cut and not work.by_depth and self.kernel_given is None else 0.0
-            return [max(self.kernel / n, least)] * n
+            return [self.kernel(cut=cut, pushers=pushers) / n] * n
         rows, depth = (work.rows, ceil(work.depth / n)) if work.by_depth else (ceil(work.rows / n), work.depth)
         part = self.product(rows, work.cols, depth)
         if self.given is not None:
             part *= self.given / self.product(work.rows, work.cols, work.depth)
         return [part + self.adding] * n
-
-    @property
-    def _least_chunk(self) -> float:
-        # The tiles of one rank's rows are padded, and read the other operand once more for every rank.
-        work, machine = self.work, self.machine
-        rows = ceil(work.rows / self.n)
-        tile = TILE_ROWS[rows > TILE_ROWS[0]]
-        num_bytes = (rows * work.depth + work.depth * work.cols) * ITEMSIZE[work.dtype]
-        num_flops = 2 * ceil(rows / tile) * tile * work.cols * work.depth
-        rate = machine.rate(work.dtype if self.kernel_multiplies else self.torch_dtype)
-        return max(num_flops / rate, num_bytes / self.memory) / machine.kernel_fraction
 
     def overlapped(self, schedule: str, algorithm: str) -> float:
         """Return the time of the whole op by `fused`, or by `decomposed`, which the host issues chunk by chunk."""
@@ -301,31 +325,40 @@ class Model:
             return 3 * machine.launch_us + 2 * self.wait + 2 * copied + carried
         adders = num_adders(machine, n) if work.rows > ONE_KERNEL_ROWS else 0
         programs = max(1, machine.num_sms - adders)
-        multiply = self.kernel * machine.num_sms / programs * (1 + machine.overlap_slowdown)
-        tile = TILE_ROWS[work.rows > TILE_ROWS[0]]
-        waves = ceil(ceil(work.rows / tile) * ceil(work.cols / TILE_ROWS[1]) / programs)
+        multiply = self.kernel(cut=False) * machine.num_sms / programs * (1 + machine.overlap_slowdown)
+        waves = ceil(self.tiles(cut=False)[0] / programs)
         sums = max(multiply / waves + carried, multiply + carried / waves)
         return 2 * self.wait + max(sums + copied / waves, multiply + copied)
 
     def gathered(self, producer: str) -> float:
-        """Return the time of a gather by `fused` with this producer.
+        """Return the time of a gather by `fused` with this producer."""
+        return self.pushed(num_pushers(self.machine, self.n)) if producer == "push" else self.copied
 
-        Pushing takes SMs from the matmul. Copies start anew for each part and peer, and need a kernel before and one
-        after the matmul's.
+    def pushing(self, pushers: int) -> float:
+        """Return the time in which this many programs store this rank's shard to all peers."""
+        rate = min(self.machine.link(self.n) * self.machine.store_fraction, pushers * PUSHER_GBPS * 1e3)
+        return (self.n - 1) * self.work.moved_bytes / self.n / rate
+
+    def pushed(self, pushers: int) -> float:
+        """Return the time of a gather whose shards are pushed by this many programs, which take SMs from the matmul."""
+        hop = self.pushing(pushers) / max(1, self.n - 1)
+        return self._arriving(self.machine.launch_us + self.wait, hop, pushers)
+
+    @property
+    def copied(self) -> float:
+        """Return the time of a gather by copies, which start anew for each part and peer.
+
+        They need a kernel before and one after the matmul's.
         """
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
-        begin, after = machine.launch_us + self.wait, 0.0
-        if producer == "push":
-            hop = share / (machine.link(n) * machine.store_fraction)
-            after = (n - 1) * hop * num_pushers(machine, n) / max(1, machine.num_sms) if self.work.flops else 0.0
-        else:
-            parts = max(1, share // COPY_BYTES)
-            hop = parts * machine.copy_start_us + share / (machine.link(n) * machine.copy_fraction)
-            begin, after = begin + machine.launch_us, machine.launch_us
-        arrivals = [0.0, *(begin + i * hop for i in range(1, n))]
-        if not self.work.flops:
-            after += machine.launch_us + 2 * self.work.moved_bytes / self.memory
-        return self.recursion(self.chunks("fused"), arrivals) + after
+        parts = max(1, share // COPY_BYTES)
+        hop = parts * machine.copy_start_us + share / (machine.link(n) * machine.copy_fraction)
+        return self._arriving(2 * machine.launch_us + self.wait, hop) + machine.launch_us
+
+    def _arriving(self, begin: float, hop: float, pushers: int = 0) -> float:
+        arrivals = [0.0, *(begin + i * hop for i in range(1, self.n))]
+        after = 0.0 if self.work.flops else self.machine.launch_us + 2 * self.work.moved_bytes / self.memory
+        return self.recursion(self.chunks("fused", pushers=pushers), arrivals) + after
 
     @property
     def gathers_first(self) -> bool:
@@ -435,3 +468,9 @@ def producers(work: Work, machine: Hardware) -> dict[str, float]:
     """Return the predicted microseconds of a gather by `fused`, by producer."""
     model = Model(work, machine)
     return {producer: model.gathered(producer) for producer in PRODUCERS}
+
+
+def late_share(work: Work, machine: Hardware, pushers: int) -> float:
+    """Return when this many pushing programs of a gather by `fused` end, as a part of the time of its matmul."""
+    model = Model(work, machine)
+    return model.pushing(pushers) / model.kernel(cut=True)

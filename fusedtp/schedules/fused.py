@@ -81,12 +81,12 @@ class Fused:
             self.sums = "in the order of ranks: a scatter sends no less through the switch"
         return False
 
-    def configure(self, *shape: int) -> Config:
+    def configure(self, *shape: int, chunks: int = 1) -> Config:
         """Return the op's configuration, chosen once, for a matmul's shape if any, as `config_for` does."""
         if self.config is None:
             config = config_for(
-                self.ws.device, self.task.float8 or self.task.dtype, *shape, blocks=self.task.in_blocks,
-                tree=bool(self.task.leaves),
+                self.ws.device, self.task.float8 or self.task.dtype, *shape, chunks=chunks,
+                blocks=self.task.in_blocks, tree=bool(self.task.leaves),
             )  # fmt: skip
             config = applied(config, self.choice)
             self.config = replace(config, programs=self.programs) if self.programs else config
@@ -126,7 +126,8 @@ class FusedGather:
         self._part = slice(self._begin, self._begin + sizes[on.rank])
         float8 = None if sums else on.task.float8
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
-        self._config = config = on.configure(*((most_rows, result) if result else ()))
+        chunks = 1 if dim else on.world_size
+        self._config = config = on.configure(*((most_rows, result) if result else ()), chunks=chunks)
         self._launch: GatherMatmul | None = None
         self._by = "push"
         # Sums are sent tile by tile, with a signal each.
@@ -156,11 +157,11 @@ class FusedGather:
 
     def _launcher(self) -> GatherMatmul:
         ws, on = self._ws, self._on
+        config, late = producers.dealt(ws, self._config, self._work, on.programs, self._by)
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, on_rows=self._dim == 0, pitch=self.region.pitch,
-            piece_rows=self.region.piece,
-            config=producers.with_pushers(ws, self._config, on.programs, producer=self._by),
-            scales=on.scales, leaves=on.task.leaves, switch=self._by == MULTICAST,
+            piece_rows=self.region.piece, config=config, scales=on.scales, leaves=on.task.leaves,
+            switch=self._by == MULTICAST, late=late,
         )  # fmt: skip
         return self._launch
 
@@ -265,7 +266,7 @@ class FusedScatter:
         self._region_rows = max(sizes)
         # Every tile of a one-shot sum is stored to all ranks: a narrow tile leaves registers for their addresses.
         shape = (self._region_rows, 0 if to_all else other) if multiplies else ()
-        self._config = config = on.configure(*shape)
+        self._config = config = on.configure(*shape, chunks=1 if to_all else on.world_size)
         slots = num_tiles(self._region_rows, other, config)
         piece = 0 if multiplies else config.block_m
         # Subtrees are not rounded.

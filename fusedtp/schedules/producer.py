@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from ..cost.overlap import COPY_BYTES, MULTICAST, num_pushers, producers
+from ..cost.overlap import COPY_BYTES, MULTICAST, late_share, num_pushers, producers
 from ..cost.work import Work
+from ..kernels.choices import shared_memory_of
 from ..kernels.launch import Config
 from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
 from ..kernels.push import push
 from ..op import Op
 from ..scaled import Matrix, Quantized, pack_into
-from ..sharding.plan import is_float8
+from ..sharding.plan import ITEMSIZE, is_float8
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
@@ -93,6 +94,23 @@ def with_pushers(ws: Workspace, config: Config, programs: int = 0, *, producer: 
     measured = 0 if producer == MULTICAST else config.measured_pushers
     pushers = measured or num_pushers(ws.hardware, ws.world_size, producer)
     return replace(config, pushers=min(pushers, max(1, programs // 4)) if programs else pushers)
+
+
+def dealt(ws: Workspace, config: Config, work: Work, programs: int, producer: str) -> tuple[Config, float]:
+    """Return the configuration of a gather + matmul with its pushing programs, and `late` of its kernel.
+
+    The grid has a program for each multiprocessor, and the pushing ones besides. If only one program fits, as many
+    multiplying programs start when the pushing ones end. Arguments as in `with_pushers`.
+    """
+    config = with_pushers(ws, config, programs, producer=producer)
+    if ws.device.type == "cpu":
+        # An example, so that checks meet an uneven deal.
+        return config, 0.5
+    if programs or not ws.hardware.knows(work.dtype):
+        return config, 0.0
+    room = torch.cuda.get_device_properties(ws.device).shared_memory_per_multiprocessor
+    fit = room // shared_memory_of(config, ITEMSIZE[work.dtype])
+    return config, late_share(work, ws.hardware, config.pushers) if fit < 2 else 0.0
 
 
 def produce(

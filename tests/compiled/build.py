@@ -25,8 +25,9 @@ PACKAGE = "fusedtp.kernels"
 _SCATTERS = ("matmul_scatter", "matmul_all_reduce")
 _GROUP = {"WORLD_SIZE": 8, "OP": 1}
 _NOT_SPECIALIZED = {
-    "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "region_row", "first_slot", "second_slot", "result_row",
-    "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot", "producers", "reducers", "sums_row",
+    "rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "head", "region_row", "first_slot", "second_slot",
+    "result_row", "region_rows", "max_pieces", "gather_row", "gather_slot", "peer", "slot", "producers", "reducers",
+    "sums_row",
 }  # fmt: skip
 
 

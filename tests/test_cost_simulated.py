@@ -1,0 +1,183 @@
+"""The cost model of `fused` against a discrete-event simulation of the grids that are launched.
+
+Every rank does the same, so one rank is simulated: what it sends at some time is what it receives then. Programs,
+multiprocessors, tiles in their order and the link are the kernels' own; rates and latencies are the model's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pytest
+
+from fusedtp.bench import generated
+from fusedtp.cost.hardware import Hardware, find
+from fusedtp.cost.model import work_of
+from fusedtp.cost.overlap import PUSHER_GBPS, Model, late_share, num_pushers
+from fusedtp.cost.work import Work
+from fusedtp.kernels.configs import NARROW_RATE, Config, compiled_config, shape_class
+from fusedtp.kernels.gather_matmul import head_turns
+from fusedtp.schedules.producer import piece_rows
+from fusedtp.shards import even_sizes
+
+from .test_cost_published import DOCUMENT
+from .test_tile_order import Shape, deal
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A share of an op on an H100: its tiles, and how long each takes on a multiprocessor of its own, in us."""
+
+    work: Work
+    machine: Hardware
+    pushers: int = 0
+
+    @cached_property
+    def config(self) -> Config:
+        n = self.work.num_ranks
+        rows = -(-self.work.rows // n)
+        shape = shape_class(rows, self.work.cols, chunks=n, programs=self.machine.num_sms)
+        return replace(compiled_config("sm_90", 2, shape), programs=self.machine.num_sms)
+
+    @cached_property
+    def shape(self) -> Shape:
+        config, work = self.config, self.work
+        sizes = even_sizes(work.rows, work.num_ranks)
+        return Shape(sizes, work.cols, config.block_m, config.block_n, config.group_m)
+
+    @property
+    def tile_us(self) -> float:
+        config, machine = self.config, self.machine
+        rate = machine.rate(self.work.dtype) * machine.kernel_fraction * (1.0 if config.block_n > 128 else NARROW_RATE)
+        return 2 * config.block_m * config.block_n * self.work.depth / (rate / machine.num_sms)
+
+    def pushed(self) -> Iterator[tuple[int, int, float]]:
+        """Yield (distance of the peer, piece, time) of what this rank pushes, in the order in which it does."""
+        work, machine, n = self.work, self.machine, self.work.num_ranks
+        row_bytes = 2 * work.depth
+        rows = piece_rows(row_bytes, self.config)
+        rate = min(PUSHER_GBPS * 1e3, machine.link(n) * machine.store_fraction / self.pushers)
+        free, turn = [machine.launch_us] * self.pushers, 0
+        for peer in range(1, n):
+            for piece, begin in enumerate(range(0, self.shape.sizes[0], rows)):
+                free[turn] += min(rows, self.shape.sizes[0] - begin) * row_bytes / rate
+                yield peer, piece, free[turn]
+                turn = (turn + 1) % self.pushers
+
+    def gathered(self, *, weighed: bool = True) -> float:
+        """Return when the last tile of a gather is stored; `weighed`: late programs have fewer tiles."""
+        work, machine, config = self.work, self.machine, self.config
+        tiles, slow = self.shape.order("gather"), 1 + machine.overlap_slowdown
+        arrivals: dict[tuple[int, int], float] = {}
+        ends = [0.0] * self.pushers
+        for i, (peer, piece, time) in enumerate(self.pushed()):
+            arrivals[peer, piece] = time + machine.flag_us + machine.poll_us
+            ends[i % self.pushers] = time
+        last, rows = max(ends), piece_rows(2 * work.depth, config)
+        late = late_share(work, machine, self.pushers)
+        head = head_turns(len(tiles), config.programs, self.pushers, late if weighed else 0.0)
+        dealt = deal(len(tiles), config.programs, self.pushers, head, pairs=False)
+        # A multiprocessor has one program at a time, and takes the next one when that ends.
+        free = [*ends, *[machine.launch_us] * (machine.num_sms - self.pushers)]
+        heapq.heapify(free)
+        over = 0.0
+        for mine in dealt:
+            time = heapq.heappop(free)
+            for index in mine:
+                tile = tiles[index]
+                if tile.chunk:
+                    pieces = range(tile.row // rows, -(-min(tile.row + config.block_m, tile.rows) // rows))
+                    time = max(time, *(arrivals[tile.chunk, piece] for piece in pieces))
+                beside = min(self.tile_us, max(0.0, last - time) / slow)
+                time += beside * slow + self.tile_us - beside
+            heapq.heappush(free, time)
+            over = max(over, time)
+        return max(over, last)
+
+    def scattered(self) -> float:
+        """Return when the sums of a scatter are stored: every tile leaves over the link, own ones last, then a sum."""
+        work, machine, config, n = self.work, self.machine, self.config, self.work.num_ranks
+        tiles, slow = self.shape.order("scatter"), 1 + machine.overlap_slowdown
+        tile_bytes = 2 * config.block_m * config.block_n
+        store = tile_bytes / (machine.link(n) * machine.store_fraction)
+        link, busy, ends = machine.launch_us, 0.0, [machine.launch_us] * machine.num_sms
+        sent = sum(tile.chunk != self.shape.rank for tile in tiles)
+        for i, _ in enumerate(tiles):
+            # Programs are in step, and the link carries tiles in the order in which they end.
+            pid = i % machine.num_sms
+            busy = link if pid == 0 else busy
+            beside = min(self.tile_us, max(0.0, busy - ends[pid]) / slow)
+            time = ends[pid] + beside * slow + self.tile_us - beside
+            if i < sent:
+                link = max(link, time) + store
+            ends[pid] = time
+        added = work.moved_bytes / (machine.memory_gbps * 1e3 * machine.reduce_fraction)
+        return max(*ends, link + machine.flag_us + machine.poll_us) + machine.launch_us + (n + 1) / n * added
+
+
+# Of Llama 8B, 70B and 405B: M tokens, N, K, ranks.
+GATHERS = [(16384, 28672, 8192, 8), (8192, 28672, 8192, 8), (16384, 53248, 16384, 8), (8192, 28672, 8192, 4)]
+SCATTERS = [(8192, 8192, 28672, 4), (16384, 8192, 28672, 2), (16384, 16384, 53248, 8), (8192, 4096, 14336, 2)]
+
+
+def gather(M: int, N: int, K: int, n: int, pushers: int = 0) -> Grid:
+    machine = find("h100")
+    work = work_of("all_gather_matmul", M=M, N=N, K=K, world_size=n)
+    return Grid(work, machine, pushers or num_pushers(machine, n))
+
+
+def scatter(M: int, N: int, K: int, n: int) -> Grid:
+    return Grid(work_of("matmul_reduce_scatter", M=M, N=N, K=K, world_size=n), find("h100"))
+
+
+def row(op: str, size: tuple[int, int, int, int]) -> list[str]:
+    """A row of the table: the bound, the times before and now, and what the model says."""
+    M, N, K, n = size
+    grid = gather(*size) if op == "gather" else scatter(*size)
+    model = Model(grid.work, grid.machine)
+    bound = max(model.matmul, model.comm)
+    if op == "gather":
+        # As many programs as programs of 10 GB/s would need, and the same number of tiles for every program.
+        before, now, said = gather(*size, 33).gathered(weighed=False), grid.gathered(), model.gathered("push")
+        best = f"{min(now, model.copied) / bound:.2f}"
+    else:
+        now = before = grid.scattered()
+        said, best = model.on_device("fused", "two_shot"), f"{now / bound:.2f}"
+    times = [f"{time:.0f}" for time in (bound, before, now, said)]
+    return [op, f"{M} x {N} x {K}", str(n), *times, best]
+
+
+def markdown() -> str:
+    rows = [row(op, size) for op, sizes in (("gather", GATHERS), ("scatter", SCATTERS)) for size in sizes]
+    lines = [
+        "| op | M x N x K | ranks | bound, us | dealt evenly by 33 pushers, us | now, us | model, us | best / bound |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("size", [*GATHERS, (4096, 28672, 8192, 8), (16384, 14336, 4096, 8), (8192, 57344, 8192, 8)])
+def test_a_gather_takes_as_long_as_the_model_says(size: tuple[int, int, int, int]) -> None:
+    grid = gather(*size)
+    assert grid.gathered() == pytest.approx(Model(grid.work, grid.machine).gathered("push"), rel=0.05)
+    assert grid.gathered() < gather(*size, 33).gathered(weighed=False) / 1.07
+
+
+@pytest.mark.parametrize("size", [*SCATTERS, (8192, 8192, 28672, 8), (16384, 8192, 28672, 8)])
+def test_a_scatter_takes_as_long_as_the_model_says(size: tuple[int, int, int, int]) -> None:
+    grid = scatter(*size)
+    assert grid.scattered() == pytest.approx(Model(grid.work, grid.machine).on_device("fused", "two_shot"), rel=0.05)
+
+
+def test_the_table_is_generated() -> None:
+    text = DOCUMENT.read_text()
+    written = generated.replaced(text, "deal", markdown())
+    if os.environ.get("FUSEDTP_COST") == "write":
+        DOCUMENT.write_text(written)
+    else:
+        assert text == written, "FUSEDTP_COST=write writes it anew"
