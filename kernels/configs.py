@@ -121,7 +121,7 @@ TABLE: dict[str, dict[str, Config]] = {
         for shape, config, registers in (
             ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 255, "activated": 255, "scatter": 184}),
             ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208, "moving": 128}),
-            ("few rows", _LOW, _ALL | {"gather": 128, "gather transposed": 140}),
+            ("few rows", _LOW, _ALL | {"gather": 136, "gather transposed": 140}),
         )
     },
     "gfx942": {

@@ -1,6 +1,7 @@
 """All-gather + matmul: c = gather(a) @ b, with the gather hidden behind the matmul.
 
-- Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads.
+- Gathering rows: c[M, N] from a_shard [M_r, K], b [K, N]. A tile waits for the pieces of rows that it reads. Tiles have
+  rows of one shard, or, if there are few rows, of several: else every shard's tiles would read all of b.
 - Gathering the contraction: c[M, N] from a_shard [M, K_r], b [K, N]. A tile visits K chunk by chunk, own first, and
   waits inside its K loop.
 
@@ -38,7 +39,7 @@ from .operands import (
 )
 from .push import LocalRows, push_to_all, received_scale, wait_for_rows
 from .scales import scale_bytes, scale_columns
-from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave
+from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave, wait
 
 
 class Shard(NamedTuple):
@@ -55,13 +56,17 @@ class Shard(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Layout of the shards: offsets, pitch, rows of a piece, and if lengths, and rows, are multiples of 16."""
+    """Layout of the shards: offsets, pitch, rows of a piece, and if lengths, and rows, are multiples of 16.
+
+    JOINED: a tile may have rows of several shards.
+    """
 
     table: tl.tensor
     pitch: tl.tensor
     PIECE: tl.constexpr
     ALIGNED: tl.constexpr
     ROWS_ALIGNED: tl.constexpr
+    JOINED: tl.constexpr
 
 
 class Gathered(NamedTuple):
@@ -158,6 +163,23 @@ def _locate_whole(ctx, place):
 
 
 @triton.jit
+def _wait_for_shards(ctx, row, end_row, packed):
+    # Wait for rows row .. end_row - 1, at least one, of all shards together: piece by piece, as in `wait_for_rows`.
+    src = 0
+    more = 1
+    while more != 0:
+        while tl.load(ctx.chunks.table + src + 1) <= row:
+            src += 1
+        begin = tl.load(ctx.chunks.table + src)
+        piece = (row - begin) // ctx.chunks.PIECE
+        ok = wait(ctx.link, src, piece + FIRST_SLOT)
+        packed = tl.where(ok != 0, packed, packed & ~ctx.tiles.BLOCK_M)
+        row = min(begin + (piece + 1) * ctx.chunks.PIECE, tl.load(ctx.chunks.table + src + 1))
+        more = (row < end_row).to(tl.int32)
+    return packed
+
+
+@triton.jit
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     # The tile's rows of rank src's shard: in place, or after a wait in the own half, from row `arena_row` on.
     stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
@@ -183,9 +205,12 @@ def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     else:
         # Waits for: pieces raised by rank src's pushing programs, or after its copies.
         end_row = min(tile.row + ctx.tiles.BLOCK_M, tile.rows)
-        packed = wait_for_rows(
-            ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
-        )
+        if ctx.chunks.JOINED:
+            packed = _wait_for_shards(ctx, tile.row, end_row, packed)
+        else:
+            packed = wait_for_rows(
+                ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
+            )
         if ctx.a.BY == "pointers":
             received = half(ctx.link, ctx.link.rank, ctx.a.ptr.dtype.element_ty)
             source = received + arena_row.to(tl.int64) * ctx.chunks.pitch
@@ -295,7 +320,7 @@ def _gather_matmul_kernel(
                 PUSHERS, 0,
             ),
             first, num_programs - PUSHERS, end,
-            _locate_whole if CONTRACTION else _locate_own_chunk_first,
+            _locate_whole if CONTRACTION or chunks.JOINED else _locate_own_chunk_first,
             _a_gathered_contraction if CONTRACTION else _a_gathered_rows, b_of_weight,
             _store_gathered if CONTRACTION else _store_gathered_rows, group.WORLD_SIZE if CONTRACTION else 1,
             _scaled_chunk if CONTRACTION and tiles.SCALES == "rows" else None,
@@ -350,6 +375,7 @@ class GatherMatmul:
     - `sizes`: of the shards of rows, or of the contraction if not `on_rows`; `pitch`: of an arena's rows.
     - `piece_rows`: rows of a shard for each signal.
     - `scales`, `leaves`: as in `Tiles`. `switch`: each piece is pushed once, not to each rank.
+    - `joined`: tiles may have rows of several shards. The own shard is pushed to the own arena too.
     - `late`: when the pushing programs end, as a part of the matmul's time, if the last multiplying programs cannot
       start before; else 0.
     """
@@ -364,6 +390,7 @@ class GatherMatmul:
     leaves: int = 0
     switch: bool = False
     late: float = 0.0
+    joined: bool = False
 
     def __post_init__(self) -> None:
         # Each rank adds the chunks of a gathered contraction in an order of its own.
@@ -403,7 +430,7 @@ class GatherMatmul:
         epilogue: TileEpilogue,
     ) -> KnownGather:  # fmt: skip
         M, K, sizes, pitch, config = cs[0].shape[0], bs[0].shape[0], self.sizes, self.pitch, self.config
-        on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a)
+        on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a) and not self.joined
         pieces = -(-a.shape[0] // self.piece_rows) * (1 if self.switch else channel.world_size)
         pushers = 0 if pushed else max(1, min(config.pushers, pieces))
         rows, cols = (M, K) if on_rows else (channel.world_size * M, max(sizes))
@@ -416,7 +443,8 @@ class GatherMatmul:
         loose_leaves = bool(self.leaves) and K % (16 * self.leaves) != 0
         if not config.descriptors and (pitch % 16 or loose_leaves or (not on_rows and not aligned)):
             config = fitted(config, stored=True, read=False)
-        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if on_rows else (M,)))
+        in_chunks = on_rows and not self.joined
+        num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if in_chunks else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
         pairs = num_tiles // 2 if epilogue.GATED.value else num_tiles
         head = head_turns(pairs, config.programs, pushers, self.late)
@@ -427,8 +455,8 @@ class GatherMatmul:
             limit, flatten = "activated", False
         else:
             limit = _limit(a, bs[0], cs[0], pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
-        rows_aligned = aligned if on_rows else M % 16 == 0
-        flags = a_by, in_place, self.piece_rows, aligned, rows_aligned
+        rows_aligned = aligned if in_chunks else M % 16 == 0
+        flags = a_by, in_place, self.piece_rows, aligned, rows_aligned, self.joined
         return KnownGather(
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 
 from . import INTERPRETED
+from .choices import applied, of_config
 from .configs import INTERPRETER, compiled_config, nearest_target, shape_class
 from .configs import Config as Config
 from .signal import RankGroup
@@ -88,6 +89,10 @@ def config_for(
     programs = _num_multiprocessors(device)
     shape = shape_class(rows, cols, chunks=chunks, programs=programs)
     config = compiled_config(_target(device), dtype.itemsize, shape, blocks=blocks, tree=tree)
+    tiles = chunks * -(-rows // config.block_m) * -(-cols // config.block_n)
+    if shape == "few rows" and config.num_warps == 4 and dtype.itemsize == 2 and not tree and 0 < 2 * tiles <= programs:
+        # The weight is read by twice as many programs.
+        config = applied(config, of_config(config)._replace(block_n=config.block_n // 2))
     return replace(config, programs=programs)
 
 

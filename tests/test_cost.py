@@ -30,22 +30,26 @@ def test_published_fusion_wins(row: published_times.Published) -> None:
     assert cost.predict(row.op, **sizes).winner == "fused"
 
 
-def test_a_few_rows_of_every_rank_are_whole_tiles_of_our_kernel() -> None:
+def test_how_often_tiles_read_the_weight() -> None:
     machine = plain(memory_gbps=100)
     sizes: dict[str, Any] = {"N": 4096, "K": 4096, "world_size": 4, "dtype": "float32", "hardware": machine}
+    # Few rows are multiplied together when all of them are there, after three hops.
     few = cost.predict("all_gather_matmul", M=4, **sizes)
-    # Each of four reads its row and the whole weight, 1024 x 4096, again, and stores its row of 1024.
-    assert few.fused_us == pytest.approx(4 * (4096 + 1024 * 4096 + 1024) * 4 / 1e5)
-    quick = plain()
-    one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": quick}))
-    rows = overlap.KERNEL_TILES[0][0]
-    assert one.fused_us == pytest.approx(2 * 4 * rows * 1024 * 4096 / 1e9, rel=0.01)
+    assert few.fused_us == pytest.approx((4 * 4096 + 1024 * 4096 + 4 * 1024) * 4 / 1e5 + 3 * 4096 * 4 / 1e5)
+    # Of more, each of four reads its rows and the whole weight, 1024 x 4096, again, and stores its rows of 1024.
+    many = cost.predict("all_gather_matmul", M=260, **sizes)
+    assert many.fused_us == pytest.approx(4 * (65 * 4096 + 1024 * 4096 + 65 * 1024) * 4 / 1e5)
+    one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": plain()}))
+    rows = overlap.KERNEL_TILES[1][0]
+    assert one.fused_us == pytest.approx(2 * rows * 1024 * 4096 / 1e9 + 3 * 4096 * 4 / 1e5, rel=0.01)
 
 
 def test_tiles_are_those_of_the_kernels() -> None:
     low, narrow, wide = (configs.TABLE["sm_90"][shape] for shape in ("few rows", "few columns", "many"))
-    assert [tile[:2] for tile in overlap.KERNEL_TILES] == [(each.block_m, each.block_n) for each in (low, narrow, wide)]
-    assert overlap.KERNEL_TILES[1][2] == configs.NARROW_RATE * overlap.KERNEL_TILES[2][2]
+    half = (low.block_m, low.block_n // 2)
+    known = [half, *((each.block_m, each.block_n) for each in (low, narrow, wide))]
+    assert [tile[:2] for tile in overlap.KERNEL_TILES] == known
+    assert overlap.KERNEL_TILES[2][2] == configs.NARROW_RATE * overlap.KERNEL_TILES[3][2]
     assert low.block_m == configs.FEW_ROWS
     # In the wide tile, half of the SMs of an H100 would be idle.
     assert configs.shape_class(512, 4096, programs=132) == "few columns"

@@ -85,6 +85,14 @@ def chosen() -> list[Case]:
         by = ("rows", "columns") if its.described else ("pointers", "pointers")
         for choice, variant in itertools.product(dict.fromkeys((*tried[:2], *largest)), ("gather rows", "scatter")):
             found.append(Case(variant, target, torch.bfloat16, "many", *by, choice=tuple(choice)))
+        # Few rows with less than half a wave of tiles.
+        low = choices.of_config(compiled_config(target, 2, "few rows"))
+        if low.num_warps == 4:
+            half = tuple(low._replace(block_n=low.block_n // 2))
+            found += [
+                Case(variant, target, torch.bfloat16, "few rows", *by, choice=half)
+                for variant in ("matmul", "gather rows", "gather rows, joined", "gather rows, swiglu", "scatter")
+            ]
     return found
 
 

@@ -75,13 +75,15 @@ def elementwise_us(num_bytes: float, machine: Hardware) -> float:
 
 # Up to this many rows, `fused` runs a matmul and all-reduce as one kernel.
 ONE_KERNEL_ROWS = 256
+# Up to this many gathered rows, a tile of `fused` may have rows of several ranks.
+JOINED_ROWS = 256
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed`
 # joins such chunks and multiplies once.
 FEW_ROWS = 256
 
-# Tiles of our kernel: rows, columns, and the fraction of its best rate (`kernels.configs`). The first is for few rows.
-# The last is for 16-bit operands alone, whose best rate it has. Assumed, as `_TILES`.
-KERNEL_TILES = ((64, 128, 0.75), (128, 128, 0.9), (128, 256, 1.0))
+# Tiles of our kernel: rows, columns, and the fraction of its best rate (`kernels.configs`). The first two are for few
+# rows. The first and the last are for 16-bit operands alone, whose best rate the last has. Assumed, as `_TILES`.
+KERNEL_TILES = ((64, 64, 0.75), (64, 128, 0.75), (128, 128, 0.9), (128, 256, 1.0))
 
 # Two kernels cast x, as a compiler makes them: one reads magnitudes, one reads x again and writes.
 _CAST_LAUNCHES = 2
@@ -210,16 +212,24 @@ class Model:
     def _kernel_dtype(self) -> str:
         return self.work.dtype if self.kernel_multiplies else self.torch_dtype
 
+    @property
+    def joined(self) -> bool:
+        """Return whether a gather's tiles have rows of several ranks: such a tile waits for all of them."""
+        work = self.work
+        return work.kind == "gather" and not work.by_depth and 0 < work.rows <= JOINED_ROWS
+
+    def _parts(self, cut: bool) -> int:
+        return self.n if cut and not self.work.by_depth and not self.joined else 1
+
     def tiles(self, *, cut: bool) -> tuple[int, float]:
         """Return the number of tiles of our kernel and the time of one; with `cut` a tile has rows of one rank only."""
         work, machine = self.work, self.machine
-        parts, dtype = work.num_ranks if cut and not work.by_depth else 1, self._kernel_dtype
+        parts, dtype = self._parts(cut), self._kernel_dtype
         rows, sms = ceil(work.rows / parts), max(1, machine.num_sms)
-        candidates: Sequence[tuple[int, int, float]] = (
-            KERNEL_TILES[:1] if rows <= KERNEL_TILES[0][0] else KERNEL_TILES[1:]
-        )
+        few = rows <= KERNEL_TILES[0][0]
+        candidates: Sequence[tuple[int, int, float]] = KERNEL_TILES[:2] if few else KERNEL_TILES[2:]
         if ITEMSIZE[dtype] != ITEMSIZE[WIDENED_BLOCKS]:
-            candidates = [(m, n, 1.0) for m, n, _ in candidates[:1]]
+            candidates = [(*KERNEL_TILES[1 if few else 2][:2], 1.0)]
         rate = machine.rate(dtype) * machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0) / sms
         if self.given is not None:
             rate *= self.product(work.rows, work.cols, work.depth) / self.given
@@ -244,9 +254,7 @@ class Model:
         if self.kernel_given is not None:
             return end
         # Tiles of one rank's rows read the other operand once more for every rank.
-        operands = (
-            work.num_ranks if cut and not work.by_depth else 1
-        ) * work.depth * work.cols + work.rows * work.depth
+        operands = self._parts(cut) * work.depth * work.cols + work.rows * work.depth
         num_bytes = operands * ITEMSIZE[self._kernel_dtype] + work.rows * work.cols * ITEMSIZE[work.made]
         return self.machine.launch_us + max(end, num_bytes / self.memory / self.machine.kernel_fraction)
 
@@ -357,6 +365,8 @@ class Model:
 
     def _arriving(self, begin: float, hop: float, pushers: int = 0) -> float:
         arrivals = [0.0, *(begin + i * hop for i in range(1, self.n))]
+        if self.joined:
+            return arrivals[-1] + self.kernel(cut=True)
         after = 0.0 if self.work.flops else self.machine.launch_us + 2 * self.work.moved_bytes / self.memory
         return self.recursion(self.chunks("fused", pushers=pushers), arrivals) + after
 

@@ -126,8 +126,10 @@ class FusedGather:
         self._part = slice(self._begin, self._begin + sizes[on.rank])
         float8 = None if sums else on.task.float8
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
-        chunks = 1 if dim else on.world_size
-        self._config = config = on.configure(*((most_rows, result) if result else ()), chunks=chunks)
+        self._joined = bool(products) and dim == 0 and sum(sizes) <= producers.joined_rows(on.ws)
+        chunks = 1 if dim or self._joined else on.world_size
+        shape = (sum(sizes) if self._joined else most_rows, result) if result else ()
+        self._config = config = on.configure(*shape, chunks=chunks)
         self._launch: GatherMatmul | None = None
         self._by = "push"
         # Sums are sent tile by tile, with a signal each.
@@ -161,12 +163,12 @@ class FusedGather:
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, on_rows=self._dim == 0, pitch=self.region.pitch,
             piece_rows=self.region.piece, config=config, scales=on.scales, leaves=on.task.leaves,
-            switch=self._by == MULTICAST, late=late,
+            switch=self._by == MULTICAST, late=late, joined=self._joined,
         )  # fmt: skip
         return self._launch
 
     def _produce(self, x: Matrix, producer: str, *, beside: bool = False) -> None:
-        with_own = self._pushes and not own_in_place(x)
+        with_own = self._pushes and (self._joined or not own_in_place(x))
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
             config=self._config, with_own=with_own, beside=beside, programs=self._on.programs,

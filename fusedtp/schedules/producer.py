@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..cost.overlap import COPY_BYTES, MULTICAST, late_share, num_pushers, producers
+from ..cost.overlap import COPY_BYTES, JOINED_ROWS, MULTICAST, late_share, num_pushers, producers
 from ..cost.work import Work
 from ..kernels.choices import shared_memory_of
 from ..kernels.launch import Config
@@ -47,6 +47,11 @@ def piece_rows(row_bytes: int, config: Config) -> int:
     while rows * row_bytes > PIECE_BYTES and rows > max(1, config.block_m // _PIECES_A_TILE):
         rows //= 2
     return rows
+
+
+def joined_rows(ws: Workspace) -> int:
+    """Return up to how many gathered rows a tile may have rows of several ranks: on a CPU so many that both are run."""
+    return 64 if ws.device.type == "cpu" else JOINED_ROWS
 
 
 def part_rows(row_bytes: int, piece: int) -> int:

@@ -56,7 +56,7 @@ class Variant:
 
 def _variants() -> dict[str, Variant]:
     gather = {"PER_ROW": False, "LAST": True, "IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
-        "PUSHERS": 16, "CONTRACTION": False}  # fmt: skip
+        "PUSHERS": 16, "CONTRACTION": False, "JOINED": False}  # fmt: skip
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
     reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "ALIGNED": False}  # fmt: skip
@@ -83,6 +83,10 @@ def _variants() -> dict[str, Variant]:
             gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
         Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
             gather | {"IN_PLACE": False}, True, 2, 2),
+        Variant("gather rows, joined", "gather_matmul", "_gather_matmul_kernel",
+            gather | {"IN_PLACE": False, "JOINED": True}, True, 2, 2),
+        Variant("gather rows, split, joined", "gather_matmul", "_gather_matmul_kernel",
+            gather | split | {"JOINED": True, "LAST": False}, True, 1, 0),
         Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
             gather | {"PER_ROW": True}, True, 2, 2, transposed=True),
         Variant("gather rows, gelu", "gather_matmul", "_gather_matmul_kernel", gather | {"ACTIVATION": "gelu"}, True,

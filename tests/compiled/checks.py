@@ -27,7 +27,7 @@ REGISTERS_OF = {
     # Six of 116 for 110 or 154 for 146: a wait that is given up looks at why the first one was.
     **{
         (f"gather rows{how}", "gfx942", "few rows", "pointers"): 1.06
-        for how in ("", ", split", ", pushed before", ", own pushed", " transposed")
+        for how in ("", ", split", ", pushed before", ", own pushed", ", joined", ", split, joined", " transposed")
     },
     ("gather rows", "gfx942", "many", "pointers"): 1.06,
     # What a tile's weight and result are, chosen among several, is kept across its loop.
@@ -89,7 +89,8 @@ def resources(built: Built) -> None:
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.all_flags.get("ACTIVATION")
-    chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8
+    joined = built.case.all_flags.get("JOINED")
+    chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8 or joined
     most = 0 if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
     newer = _versions()[0] > _versions()[1]

@@ -60,7 +60,10 @@ def _run(op: str, ws: Workspace, *operands: torch.Tensor | None, **options: Any)
         return finish(direct.results(op, ws, *operands, **options))
 
 
-def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False, by: str = "push") -> Op:
+def _gather(
+    dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False, by: str = "push",
+    joined: bool = False,
+) -> Op:  # fmt: skip
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
         mine, whole = sizes[ws.rank], sum(sizes)
         a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
@@ -68,7 +71,8 @@ def _gather(dim: int = 0, *, split: bool = False, strided: bool = False, kept: b
             a = a.t().contiguous().t()
         b = _ones(COLS if dim == 0 else whole, COLS)
         more = (None, _ones(whole, 1)) if kept else ()
-        return _run("all_gather_matmul", ws, a, b, *more, sizes=sizes, dim=dim, split=split, producer=by)
+        with mock.patch.object(producer, "joined_rows", return_value=sum(sizes) if joined else 0):
+            return _run("all_gather_matmul", ws, a, b, *more, sizes=sizes, dim=dim, split=split, producer=by)
 
     return op
 
@@ -138,6 +142,8 @@ FUSED: dict[str, Op] = {
     "gather rows": _gather(),
     "gather rows, pushed before": _gather(split=True),
     "gather rows, own through the arena": _gather(strided=True),
+    "gather rows, joined": _gather(joined=True),
+    "gather rows, joined, in pieces": _pieces(_gather(joined=True)),
     "gather rows, kept": _gather(kept=True),
     "gather contraction": _gather(1),
     "scatter rows": _scatter(),
@@ -159,6 +165,7 @@ FUSED: dict[str, Op] = {
 # The producer is the copy engine: copies and signals on the side stream, kernels that only wait.
 COPIED: dict[str, Op] = {
     "copied: gather rows": _gather(by="copy"),
+    "copied: gather rows, joined": _gather(joined=True, by="copy"),
     "copied: gather rows, in pieces": _pieces(_gather(by="copy")),
     "copied: gather rows, own through the arena": _gather(strided=True, by="copy"),
     "copied: gather rows, kept": _gather(kept=True, by="copy"),

@@ -177,6 +177,19 @@ MUTANTS = (
         _edit(push, "wait_for_rows", "piece * PIECE < end_row", "piece < begin_row"), says="is read",
     ),
     Mutant(
+        "waits for the first rank of a tile", "gather rows, joined",
+        _edit(gather_matmul, "_wait_for_shards", "(row < end_row).to(tl.int32)", "0"), says="is read",
+    ),
+    Mutant(
+        "waits for the first piece of each rank", "gather rows, joined, in pieces",
+        _edit(
+            gather_matmul, "_wait_for_shards",
+            "row = min(begin + (piece + 1) * ctx.chunks.PIECE, tl.load(ctx.chunks.table + src + 1))",
+            "row = tl.load(ctx.chunks.table + src + 1)",
+        ),
+        says="is read",
+    ),
+    Mutant(
         "signal before the copy", "copied: gather rows",
         (
             Edit(producer, "_copy", "steps.write(dst, region.slot + slot)", "pass"),

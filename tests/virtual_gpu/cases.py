@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
 from fusedtp.kernels.configs import shape_class
-from fusedtp.schedules import fused
+from fusedtp.schedules import fused, producer
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
@@ -32,7 +32,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Of operands with scales, which are multiplied on sm_90.
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "mxfp8": float8.MXFP8}
 MATMULS = (
-    "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
+    "gather rows", "gather rows joined", "gather rows split", "gather rows transposed", "gather rows own pushed",
+    "gather rows and keep",
     "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",
     "matmul one_shot split", "matmul one_shot in parts", "matmul two_shot", "matmul two_shot split",
     "matmul two_shot in parts", "scatter and gather",
@@ -95,7 +96,8 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         def gather(ws: Workspace, rank: int) -> Phases:
             shard, sizes = (mine[rank], m_sizes) if dim == 0 else (shards_k[rank], k_sizes)
             operands = (shard, right, bias_of, a.new_empty(M, 1)) if keep else (shard, right, bias_of)
-            return launches_of(
+            start = joined if how.endswith("joined") else launches_of
+            return start(
                 "all_gather_matmul", ws, *operands, sizes=sizes, dim=dim, transposed=turned, split=split_off,
                 producer=by,
             )  # fmt: skip
@@ -138,6 +140,15 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         ),
         everywhere(ref), everywhere(summed),
     )  # fmt: skip
+
+
+def joined(*what: Any, **options: Any) -> Phases:
+    """The same with tiles of rows of several ranks."""
+    phases = launches_of(*what, **options)
+    with mock.patch.object(producer, "joined_rows", return_value=1 << 30):
+        first = next(phases)
+    yield first
+    return (yield from phases)
 
 
 def in_parts(*what: Any, **options: Any) -> Phases:
@@ -198,6 +209,7 @@ def virtual_ranks(
         with (
             mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
+            mock.patch.object(producer, "joined_rows", return_value=0),
             # Of two tiles, not always the one with which so few programs end earlier.
             mock.patch.object(launch, "shape_class", lambda rows, cols, **_: shape_class(rows, cols)),
         ):
