@@ -22,7 +22,7 @@ import triton.language as tl
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Channel, Config, Memo, fitted, flattened, in_16_bytes, options
-from .loading import launch
+from .loading import Started, launch
 from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
 from .operands import (
     Operand,
@@ -37,6 +37,7 @@ from .operands import (
     tiles_of,
     weight_at,
 )
+from .prepared import prepares
 from .push import LocalRows, push_to_all, received_scale, wait_for_rows
 from .scales import scale_bytes, scale_columns
 from .signal import FIRST_SLOT, Link, before_descriptor, begin, cdiv, enter, half, leave, wait
@@ -368,7 +369,8 @@ class KnownGather(NamedTuple):
     pushers: int
 
 
-@dataclass
+# Without eq, as calls are found by their launcher's identity.
+@dataclass(eq=False)
 class GatherMatmul:
     """Launcher of c [M, N] = gather(a) @ b [K, N] and the epilogue, for one b or several.
 
@@ -397,10 +399,11 @@ class GatherMatmul:
         assert self.on_rows or not self.leaves
         self._memo = Memo()
 
+    @prepares
     def __call__(
         self, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor], cs: Sequence[torch.Tensor],
         epilogue: TileEpilogue, table: torch.Tensor, *, pushed: bool, last: bool = True, scales: Scales | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Started | None:  # fmt: skip
         """Launch the kernel.
 
         bs, cs: each b and its c. pushed: the pieces are already under way. Else config.pushers programs push them, or
@@ -418,7 +421,7 @@ class GatherMatmul:
             own = of_left(a, "rows", config) if a.numel() and s1 == 1 else arena
         a_by, in_place, *chunks = known.flags
         group = channel.groups.get(self.op) or channel.group(self.op)
-        launch(_gather_matmul_kernel, known.grid)(
+        return launch(_gather_matmul_kernel, known.grid)(
             Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), right_of(bs, known.b_by, config),
             outputs_of(*cs), epilogue, scales, known.tiles, Chunks(table, self.pitch, *chunks), group, channel.rank,
             channel.fingerprint, *known.counts, cs[0].shape[0], known.pushers, not self.on_rows, last,

@@ -18,8 +18,8 @@ from .signal import RankGroup
 _MANY = 1 << 30
 # Let the compiler fuse a multiply and an add. Every launch says so: Triton's default is on up to 3.9, off from 3.10.
 FP_FUSION = {"enable_fp_fusion": True}
-# Layouts of operands for which an op caches launch parameters.
-_MOST_KNOWN = 64
+# Layouts of operands for which a memo caches launch parameters.
+_MOST_KNOWN = 1024
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Channel:
 
 
 class Memo(dict[tuple[object, ...], Any]):
-    """Launch parameters of an op, by its operands' dtype, shapes, strides and alignments."""
+    """Launch parameters, by operands' dtype, shapes, strides and alignments."""
 
     def keep(self, key: tuple[object, ...], found: Any) -> Any:
         """Cache and return launch parameters."""

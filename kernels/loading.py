@@ -16,13 +16,14 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from triton.runtime.errors import OutOfResources
 
 from . import INTERPRETED
 
+R = TypeVar("R")
 _SHARED_MEMORY = "shared memory"
 
 
@@ -49,8 +50,26 @@ def is_only_loading() -> bool:
     return _mode.only_loading
 
 
+class Started(NamedTuple):
+    """A kernel that has been started.
+
+    - `run`: starts the kernel again, on the same grid and the current stream, with flat parameters.
+    - `params`, `names`: the flat parameters, and the names of the arguments that they are from.
+    - `hooks`: functions that are to see the kernel's arguments before every start.
+    - `scratch`: float32 parameter that is undefined when the kernel starts.
+    """
+
+    run: Callable[..., Any]
+    params: list[Any]
+    names: list[str]
+    hooks: list[Any]
+    scratch: torch.Tensor | None = None
+
+
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function that starts `kernel` on `grid` with the arguments of its call.
+
+    The function returns `Started`, or None if the kernel is interpreted or only loaded.
 
     The function raises ValueError for tensors that are not on the current device, on whose stream Triton starts
     kernels. It raises RuntimeError in a graph capture for a kernel that is not loaded.
@@ -69,23 +88,26 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
         _compiled_with_room(kernel, grid, args, options, load)
 
 
-def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Started:
     # The first argument of every kernel is a tuple that begins with a tensor, or with those of all blocks.
     first = args[0][0]
     first = first[0] if type(first) is tuple else first
     check_device(first)
     capturing = _is_capturing(first)
 
-    def start(compiled: Any, grid: tuple[int, ...]) -> None:
+    def start(compiled: Any, grid: tuple[int, ...]) -> Started:
         if capturing and compiled.module is None:
             raise RuntimeError(
                 f"{kernel.__name__} is not loaded, and a graph capture cannot load it: run the same call, with tensors "
                 "of these shapes, strides and alignment, once before capturing"
             )
-        take = load(compiled, grid)
-        compiled[grid](*take(args))
+        paths = load(compiled, grid)
+        # `__getitem__`, `arg_names` and `pre_run_hooks` are those of Triton 3.6 to 3.9.
+        params, run = _leaves(paths, args), compiled[grid]
+        run(*params)
+        return Started(run, params, [kernel.arg_names[first] for first, *_ in paths], kernel.pre_run_hooks)
 
-    _compiled_with_room(kernel, grid, args, options, start)
+    return _compiled_with_room(kernel, grid, args, options, start)
 
 
 def _is_capturing(x: torch.Tensor) -> bool:
@@ -94,37 +116,36 @@ def _is_capturing(x: torch.Tensor) -> bool:
 
 def _compiled_with_room(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any],
-    use: Callable[[Any, tuple[int, ...]], object],
-) -> None:  # fmt: skip
-    """Compile a kernel and use it, with fewer stages if a program has too little shared memory."""
+    use: Callable[[Any, tuple[int, ...]], R],
+) -> R:  # fmt: skip
+    """Return what a compiled kernel's use returns, with fewer stages if a program has too little shared memory."""
     given = options = _fitting(kernel, args, options)
     whole_grid = (*grid, 1, 1)[:3]
     while True:
         compiled = kernel.warmup(*args, grid=grid, **options)
         try:
-            use(compiled, whole_grid)
-            return
+            return use(compiled, whole_grid)
         except OutOfResources as error:
             options = _with_less(error, kernel, args, given, options)
 
 
-# By compiled kernel: the function that takes a launch's flat parameters out of nested arguments.
-_takes: dict[Any, Callable[[tuple[Any, ...]], list[Any]]] = {}
+# By compiled kernel: the paths of a launch's flat parameters in nested arguments.
+_loaded: dict[Any, list[tuple[int, ...]]] = {}
 _loading = threading.RLock()
 
 
-def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], list[Any]]:
-    """Load a compiled kernel onto the device, and return the function that flattens its arguments.
+def load(compiled: Any, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Load a compiled kernel onto the device, and return the paths of its parameters in its arguments.
 
     Launchers of Triton 3.6 and 3.7 expand tensor descriptors only as arguments of their own: for fields of tuples
     `CudaLauncher` raises AssertionError. A compiled kernel has one flat list of parameters. So its launcher is made for
     that list, with every Triton, and `_start` passes the leaves of the arguments.
     """
-    if (known := _takes.get(compiled)) is not None:
+    if (known := _loaded.get(compiled)) is not None:
         return known
     # Threads of other groups may launch the same kernel.
     with _loading:
-        if (known := _takes.get(compiled)) is not None:
+        if (known := _loaded.get(compiled)) is not None:
             return known
         source, paths = compiled.src, list(_paths(tuple(compiled.src.signature.values())))
         signature = {i: kind for i, (_, kind) in enumerate(paths)}
@@ -135,8 +156,8 @@ def load(compiled: Any, grid: tuple[int, ...]) -> Callable[[tuple[Any, ...]], li
         except BaseException:
             compiled.src = source
             raise
-        _takes[compiled] = take = partial(_leaves, [path for path, _ in paths])
-        return take
+        _loaded[compiled] = found = [path for path, _ in paths]
+        return found
 
 
 def _leaves(paths: list[tuple[int, ...]], args: tuple[Any, ...]) -> list[Any]:

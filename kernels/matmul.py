@@ -26,8 +26,9 @@ from .contraction import multiply, sum_as_tree
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Config, flattened, options
-from .loading import launch
+from .loading import Started, launch
 from .operands import Left, Outputs, Right, Scales, Tiles, a_of_term, b_of_term, left_of, outputs_of, right_of, tiles_of
+from .prepared import prepares
 from .signal import cdiv
 
 
@@ -188,10 +189,11 @@ def _matmul_kernel(a, b, c, epilogue, scales, tiles, M):
     )  # fmt: skip
 
 
+@prepares
 def matmul(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: TileEpilogue, *, config: Config,
     leaves: int = 0, more: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-) -> None:  # fmt: skip
+) -> Started | None:  # fmt: skip
     """Compute c [M, N] = a [M, K] @ b [K, N] and the epilogue, for any strides, without communication.
 
     more: further a and b whose products are added. leaves: as in `Tiles`.
@@ -201,7 +203,7 @@ def matmul(
     config = fitted_to(whole_leaves(config, lengths, leaves), *lefts, *rights, results=(c,))
     a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
     flatten = flattened(config, a_by, b_by) and not leaves
-    launch(_matmul_kernel, (config.programs,))(
+    return launch(_matmul_kernel, (config.programs,))(
         left_of(lefts, a_by, config), right_of(rights, b_by, config), outputs_of(c), epilogue, None,
         tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0], **options(config, a_by, b_by),
     )  # fmt: skip

@@ -26,7 +26,7 @@ from .contraction import multiply
 from .descriptors import fitted_to, read_by
 from .epilogue import TileEpilogue, apply
 from .launch import Channel, Config, Memo, options, strip_of
-from .loading import launch
+from .loading import Started, launch
 from .matmul import Tile, matmul_tiles
 from .matmul_scatter import rounded, send_tile
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
@@ -44,6 +44,7 @@ from .operands import (
     right_of,
     tiles_of,
 )
+from .prepared import prepares
 from .reduce import sum_of_parts, wait_for_parts
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, turn, wait
 
@@ -336,10 +337,11 @@ class MatmulAllReduce:
         self._memo = Memo()
         self._strip = strip_of(config)
 
+    @prepares
     def __call__(
         self, channel: Channel, a: torch.Tensor, b: torch.Tensor, scales: Scales | None, out: torch.Tensor,
         epilogue: TileEpilogue, arrivals: torch.Tensor, *, sums_row: int = 0, sums_pitch: int = 0, second_slot: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> Started | None:  # fmt: skip
         """Launch the kernel.
 
         arrivals: zeros (int32), as many as programs, of this workspace alone; zeros again when the kernel ends. Without
@@ -352,12 +354,13 @@ class MatmulAllReduce:
             numel = known.splits * known.num_tiles * config.block_m * config.block_n
             sums = torch.empty(numel, dtype=torch.float32, device=a.device)
         group = channel.groups.get(self._op) or channel.group(self._op)
-        launch(_matmul_all_reduce_kernel, (sum(known.roles),))(
+        started = launch(_matmul_all_reduce_kernel, (sum(known.roles),))(
             left_of([a], known.a_by, config), right_of([b], known.b_by, config), scales, known.tiles, group,
             channel.rank, channel.fingerprint, known.num_tiles, a.shape[0], self._pitch, sums,
             None if sums is None else arrivals, outputs_of(out), epilogue, *known.roles[:2], sums_row, second_slot,
             sums_pitch, self._to_all, known.splits, self._strip, self._switch, **known.options,
         )  # fmt: skip
+        return None if started is None else started._replace(scratch=sums)
 
     def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> Known:
         config, rank, world_size = fitted_to(self._config, a, b), self._rank, self._world_size

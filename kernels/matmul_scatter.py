@@ -17,9 +17,10 @@ import triton.language as tl
 
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import Channel, Config, Memo, options
-from .loading import launch
+from .loading import Started, launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, pick, right_of, tiles_of
+from .prepared import prepares
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 
@@ -149,10 +150,11 @@ class MatmulScatter:
         self._to_all, self._config, self._scales = to_all, config, scales
         self._memo = Memo()
 
+    @prepares
     def __call__(
         self, channel: Channel, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], table: torch.Tensor,
         scales: Scales | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Started | None:  # fmt: skip
         """Launch the kernel; lefts, rights: a and b of each term."""
         assert len(lefts) == 1 or not self._to_all
         layouts: list[object] = [lefts[0].dtype]
@@ -162,7 +164,7 @@ class MatmulScatter:
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
-        launch(_matmul_scatter_kernel, (known.config.programs,))(
+        return launch(_matmul_scatter_kernel, (known.config.programs,))(
             left_of(lefts, known.a_by, known.config), right_of(rights, known.b_by, known.config), scales, known.tiles,
             table, group, channel.rank, channel.fingerprint, self._region_rows * (1 if self._switch else channel.rank),
             known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, **known.options,

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from .launch import FP_FUSION, Channel, Config, moving_options, strip_of
-from .loading import launch
+from .loading import Started, launch
 from .multicast import behind_store, store_to_all
+from .prepared import prepares
 from .scales import scale_bytes
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
 
@@ -195,6 +196,7 @@ def _push_kernel(
     )  # fmt: skip
 
 
+@prepares
 def push(
     channel: Channel,
     op: int,
@@ -210,7 +212,7 @@ def push(
     first_slot: int = FIRST_SLOT.value,
     scale: torch.Tensor | None = None,
     switch: bool = False,
-) -> None:
+) -> Started | None:
     """Enter the epoch and push x [rows, cols] to every peer's half from row `dst_row` on.
 
     - `scatter`: push to each peer its rows of `table`.
@@ -220,7 +222,7 @@ def push(
     """
     rows = x.shape[0]
     pieces = -(-rows // piece_rows) * (1 if scatter or switch else channel.world_size)
-    launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
+    return launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
         rows_of(x, scale), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot,
         pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols, switch, **FP_FUSION,
     )  # fmt: skip
@@ -269,6 +271,7 @@ def _collect_kernel(
     leave(link, num_programs)
 
 
+@prepares
 def collect(
     channel: Channel,
     op: int,
@@ -281,12 +284,12 @@ def collect(
     per_tile: bool,
     config: Config,
     piece_rows: int = 0,
-) -> None:
+) -> Started | None:
     """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on, and end the epoch.
 
     Chunks come in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
     """
-    launch(_collect_kernel, (config.programs,))(
+    return launch(_collect_kernel, (config.programs,))(
         rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, first_slot, region_row, pitch,
         per_tile, piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
     )  # fmt: skip

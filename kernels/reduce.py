@@ -15,9 +15,10 @@ import triton.language as tl
 
 from .epilogue import TileEpilogue, apply
 from .launch import Channel, Config, moving_options, strip_of
-from .loading import launch
+from .loading import Started, launch
 from .multicast import behind_store, behind_wait, empty_sum, store_to_all, sum_of_all
 from .operands import outputs_of
+from .prepared import prepares
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
 
@@ -145,6 +146,7 @@ def _reduce_kernel(
         leave(link, num_programs)
 
 
+@prepares
 def reduce(
     channel: Channel,
     op: int,
@@ -162,7 +164,7 @@ def reduce(
     last: bool = True,
     tree: bool = False,
     switch: bool = False,
-) -> None:
+) -> Started | None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols].
 
     - `own`: this rank's part [rows, cols], if not in its region.
@@ -173,7 +175,7 @@ def reduce(
     - `last`: end the epoch, if there is no `result_row`.
     """
     rows = out.shape[0]
-    launch(_reduce_kernel, (config.programs,))(
+    return launch(_reduce_kernel, (config.programs,))(
         rows_of(out if own is None else own), outputs_of(out), epilogue, channel.group(op), channel.rank,
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
         own is not None,

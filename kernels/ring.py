@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from .launch import Channel, Config, moving_options, strip_of
-from .loading import launch
+from .loading import Started, launch
+from .prepared import prepares
 from .push import rows_of
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
 
@@ -168,6 +169,7 @@ def _ring_kernel(
     )  # fmt: skip
 
 
+@prepares
 def ring(
     channel: Channel,
     op: int,
@@ -180,11 +182,11 @@ def ring(
     gathers: bool,
     pitch: int,
     config: Config,
-) -> None:
+) -> Started | None:
     """Run a reduce-scatter, an all-gather, or both, from x to out, both [rows, cols]."""
     cols = x.shape[1]
     max_pieces = max(-(-rows // config.block_m) for rows in sizes) * -(-cols // config.block_n)
-    launch(_ring_kernel, (config.programs,))(
+    return launch(_ring_kernel, (config.programs,))(
         rows_of(x), rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, max_pieces,
         sum(sizes) if reduces else 0, FIRST_SLOT.value + (len(sizes) * max_pieces if reduces else 0), pitch, reduces,
         gathers, config.block_m, config.block_n, strip_of(config, 2), **moving_options(config),

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from .launch import FP_FUSION, Channel
-from .loading import launch
+from .loading import Started, launch
+from .prepared import prepares
 from .signal import Link, begin, enter, leave, raise_signal, wait
 
 
@@ -27,7 +28,10 @@ def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.conste
         leave(link, 1)
 
 
-def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> None:
+@prepares
+def step(channel: Channel, op: int, name: str, peer: int = 0, slot: int = 0) -> Started | None:
     """Issue `name` (enter, signal, wait or leave) on the current stream; signal and wait take `peer` and `slot`."""
     group = channel.group(op)
-    launch(_step_kernel, (1,))(group, channel.rank, channel.fingerprint, peer, slot, name, num_warps=1, **FP_FUSION)
+    return launch(_step_kernel, (1,))(
+        group, channel.rank, channel.fingerprint, peer, slot, name, num_warps=1, **FP_FUSION
+    )

@@ -34,6 +34,11 @@ REASONS = {
     "rate": "their library's matmul is faster than 0.65 of the data sheet's rate: predictions of all three are high",
     "host": "74 to 96 us at any size: so long their host takes to issue both ops, which the model leaves out, as a "
     "graph does",
+    "b300": "for B300 the model has an H100's latencies and its part of the link: too low",
+    "half": "their kernel takes some 65 us at any size, and more by half of the link; the model has 5 us, and 0.69 of "
+    "the link as on an H100",
+    "start": "their kernel takes some 80 us at any size, the model 5",
+    "narrow": "their library has 0.7 of this narrower link in the switch; the model has 0.57, an H100's",
 }
 
 
@@ -75,13 +80,14 @@ class Published(NamedTuple):
         if self.way == "elementwise":
             # What is added and the sum, each read and written.
             return elementwise_us(4 * num_bytes, machine)
-        form = self.way.split()[0]
-        algorithm = form.replace("-", "_") if form in ("one-shot", "two-shot") else "auto"
+        form, in_switch = self.way.split()[0], self.way.endswith("in the switch")
+        algorithm = "two_shot" if in_switch else form.replace("-", "_") if form.endswith("-shot") else "auto"
         found = cost.predict(
             what, M=self.M, N=self.N, K=self.K or 1, world_size=self.ranks, dtype=self.dtype, hardware=self.hardware,
             matmul_us=self.matmul_us, kernel_matmul_us=self.kernel_matmul_us, algorithm=algorithm, casts=False,
+            order="any" if in_switch else "rank",
         )  # fmt: skip
-        if algorithm != "auto":
+        if form.endswith("-shot"):
             assert found.fused_us is not None
             return found.fused_us + (0.0 if "graph" in self.way else machine.lone_us - machine.launch_us)
         return found.matmul_us if form == "matmul" else found.times[form]

@@ -48,11 +48,11 @@ def test_numbers_fitted_to_a_few_sizes_hold_at_the_others() -> None:
 
 def test_the_faster_of_unfused_and_fused_is_the_published_one() -> None:
     unfused = {(row.source, row.gpus, row.size): row for row in ROWS if row.way == "unfused"}
-    both = [(unfused[row.source, row.gpus, row.size], row) for row in ROWS if row.way == "fused"]
-    assert len(both) == 18
-    for apart, together in both:
-        faster = together.us < apart.us
-        assert (together.predicted_us < apart.predicted_us) == faster, _name(together)
+    both = [(unfused[row.source, row.gpus, row.size], row) for row in ROWS if row.way.startswith("fused")]
+    assert len(both) == 34
+    wrong = [(a.us < b.us, b) for a, b in both if (a.us < b.us) != (a.predicted_us < b.predicted_us)]
+    # Of few rows, for the reason that the table has.
+    assert [(unfused_is_faster, row.M, row.why) for unfused_is_faster, row in wrong] == [(True, 128, "half")]
     assert {together.us < apart.us for apart, together in both} == {True, False}
 
 

@@ -6,9 +6,12 @@ In a process without Triton's interpreter: `nox -s emulate`, `nox -s launches` w
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,13 +27,19 @@ import triton
 from triton.compiler import compiler
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.kernels import descriptors, loading, steps
-from fusedtp.kernels.launch import FP_FUSION
+from fusedtp.kernels import descriptors, loading, prepared, steps
+from fusedtp.kernels.epilogue import epilogue_of
+from fusedtp.kernels.launch import FP_FUSION, config_for
+from fusedtp.kernels.matmul import _matmul_kernel, matmul
+from fusedtp.op import Task
+from fusedtp.schedules.forms import Prepared
+from fusedtp.workspaces.workspace import Workspace
 
+from . import direct
 from .virtual_gpu import evidence
 from .virtual_gpu.cases import DTYPES, FLOAT8, issue, problem, run, small, virtual_ranks
 from .virtual_gpu.driver import KERNELS, EmulatedDriver, device
-from .virtual_gpu.machine import Failed, Schedule
+from .virtual_gpu.machine import Failed, Schedule, Waiting
 
 pytestmark = pytest.mark.emulated
 
@@ -46,18 +55,40 @@ def hopper() -> Iterator[EmulatedDriver]:
         yield found
 
 
-def launched(driver: EmulatedDriver, unit: evidence.Unit, how: str) -> set[str]:
-    """Launch an op on two or three virtual ranks and execute nothing; the names of its kernels."""
-    dtype, world_size = (DTYPES | FLOAT8)[unit.dtype], 2 + (how == "empty")
-    with virtual_ranks(world_size) as ranks:
-        start, _, _ = problem(unit.op, world_size, dtype, 0, small(unit.target, dtype, how))
-        issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
+def taken(driver: EmulatedDriver) -> list[Waiting]:
+    """What has been launched, which will not run."""
     waiting, driver.machine.waiting = driver.machine.waiting, []
+    return waiting
+
+
+def launched(driver: EmulatedDriver, unit: evidence.Unit, how: str) -> set[str]:
+    """Launch an op twice on two or three virtual ranks and execute nothing; the names of its kernels."""
+    dtype, world_size = (DTYPES | FLOAT8)[unit.dtype], 2 + (how == "empty")
+    with virtual_ranks(world_size) as ranks, one_form_a_task():
+        start, _, _ = problem(unit.op, world_size, dtype, 0, small(unit.target, dtype, how))
+        for _ in range(2):
+            before = driver.num_prepared
+            issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
+            waiting = taken(driver)
+        assert driver.num_prepared - before == len(waiting), "a call like an earlier one is looked up"
     return {each.name for each in waiting}
 
 
+@contextlib.contextmanager
+def one_form_a_task() -> Iterator[None]:
+    """Virtual ranks run like tasks by one form, as calls do."""
+    made: dict[Any, Prepared] = {}
+
+    def form(schedule: str, task: Task, ws: Workspace, **how: Any) -> Prepared:
+        key = schedule, task, ws.rank, *how.items()
+        return made.get(key) or made.setdefault(key, Prepared(schedule, task, ws=ws, **how))
+
+    with mock.patch.object(direct, "Prepared", form):
+        yield
+
+
 def test_every_kernel_is_launched() -> None:
-    """Each launch is compared with the launcher's arguments, parameter by parameter and map by map."""
+    """Each launch, prepared or not, is compared with the launcher's arguments, parameter by parameter."""
     found: set[str] = set()
     for target in evidence.TARGETS:
         with device(target) as driver:
@@ -67,8 +98,7 @@ def test_every_kernel_is_launched() -> None:
                         found |= launched(driver, unit, how)
             with virtual_ranks(2) as ranks, driver.on(1):
                 steps.step(ranks[1].channel(), 3, "signal", 0, 2)
-                found |= {each.name for each in driver.machine.waiting}
-                driver.machine.waiting.clear()
+                found |= {each.name for each in taken(driver)}
     # The plain matmul is for bench and tests of the machine.
     assert {kernel.fn.__name__ for kernel in KERNELS} - found <= {"_matmul_kernel"}
 
@@ -86,7 +116,7 @@ def test_parameters_in_another_order_are_found(hopper: EmulatedDriver) -> None:
         return found
 
     unit = evidence.Unit(90, "bfloat16", "gather rows")
-    with mock.patch.object(loading, "_paths", swapped), mock.patch.object(loading, "_takes", {}):
+    with mock.patch.object(loading, "_paths", swapped), mock.patch.object(loading, "_loaded", {}):
         # A kernel that is loaded keeps its launcher.
         forget()
         with pytest.raises(RuntimeError, match="launch"):
@@ -98,17 +128,16 @@ def test_parameters_in_another_order_are_found(hopper: EmulatedDriver) -> None:
 
 def forget() -> None:
     """Have every kernel compiled and loaded anew."""
+    prepared._known.clear()
     for kernel in KERNELS:
         kernel.device_caches.clear()
 
 
 @pytest.mark.skipif(triton.__version__ >= "3.8", reason="launchers of this Triton expand descriptors inside of tuples")
 def test_without_flattening_there_is_no_launch(hopper: EmulatedDriver) -> None:
-    def nested(compiled: Any, grid: tuple[int, ...]) -> Any:
-        return lambda args: args
-
     unit = evidence.Unit(90, "bfloat16", "gather rows")
-    with mock.patch.object(loading, "load", nested), mock.patch.object(loading, "_takes", {}):
+    nested = mock.patch.object(loading, "_leaves", lambda paths, args: args)
+    with mock.patch.object(loading, "load", return_value=[]), nested:
         forget()
         with pytest.raises(AssertionError):
             launched(hopper, unit, "uneven")
@@ -163,7 +192,7 @@ def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
     forget()
     with capturing, pytest.raises(RuntimeError, match="is not loaded, and a graph capture cannot"):
         launched(hopper, unit, "uneven")
-    hopper.machine.waiting.clear()
+    taken(hopper)
     with virtual_ranks(2) as ranks, loading.only_loading():
         start, _, _ = problem(unit.op, 2, BF16, 0, small(90, BF16))
         issue(hopper, ranks, [start(ws, ws.rank) for ws in ranks])
@@ -188,7 +217,7 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
         compiled = steps._step_kernel.warmup(*args, grid=(1,), num_warps=1, **FP_FUSION)
 
         def take() -> None:
-            took.append(loading.load(compiled, (1, 1, 1))(args))
+            took.append(loading._leaves(loading.load(compiled, (1, 1, 1)), args))
 
         threads = [threading.Thread(target=take) for _ in range(2)]
         for each in threads:
@@ -198,3 +227,111 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
     first, second = took
     assert [id(x) for x in first] == [id(x) for x in second]
     assert args[0][0] is first[0]
+
+
+@pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring"])
+def test_prepared_launches_are_right(hopper: EmulatedDriver, op: str) -> None:
+    """Three ops in a row, of which the launches of the second and third are prepared, on other operands."""
+    with one_form_a_task():
+        run(hopper, [op] * 3, 2, BF16, small(90, BF16), Schedule(1))
+    assert hopper.num_prepared
+
+
+def multiplied(driver: EmulatedDriver, M: int = 64, *, K: int = 64, at: int = 0, bias: bool = False) -> Waiting:
+    """Launch the plain matmul on memory from element `at` on."""
+    a, b, c = (torch.zeros(at + n, dtype=BF16)[at:] for n in (M * K, K * 64, M * 64))
+    b = b.view(K, 64)
+    epilogue = epilogue_of(torch.zeros(64, dtype=BF16) if bias else None, per_row=False)
+    matmul(a.view(M, K), b, c.view(M, 64), epilogue, config=config_for(torch.device("cuda"), BF16))
+    [waiting] = taken(driver)
+    return waiting
+
+
+def test_only_like_calls_are_prepared(hopper: EmulatedDriver) -> None:
+    """An operand of another alignment, length or number is another call, on which the driver finds no fault."""
+    multiplied(hopper)
+    for other in ({"at": 1}, {"at": 4}, {"M": 1}, {"M": 72}, {"K": 1}, {"bias": True}):
+        for number in range(2):
+            before = hopper.num_prepared
+            multiplied(hopper, **other)
+            assert hopper.num_prepared - before == number, other
+
+    def key() -> Any:
+        return prepared._described(matmul, (torch.zeros(64),), {})[0]
+
+    before, knobs = key(), triton.knobs
+    for of, name, value in ((knobs.runtime, "debug", True), (knobs.compilation, "instrumentation_mode", "other")):
+        assert key() == before
+        with mock.patch.object(of, name, value):
+            assert key() != before
+
+
+def test_an_operand_that_is_passed_twice(hopper: EmulatedDriver) -> None:
+    x, y, z = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
+    plain, config = epilogue_of(None, per_row=False), config_for(torch.device("cuda"), BF16)
+    for a, b in ((x, x), (x, y), (y, y), (x, z)):
+        matmul(a, b, z, plain, config=config)
+    assert hopper.num_prepared == 1
+    taken(hopper)
+
+
+def test_a_prepared_launch_is_of_its_channel(hopper: EmulatedDriver) -> None:
+    """Calls differ in the fingerprint; other arenas are another call."""
+    with virtual_ranks(2) as ranks:
+        channel = ranks[0].channel()
+        for given, num_prepared in ((channel, 1), (replace(channel, half_bytes=channel.half_bytes * 2), 2)):
+            for given.fingerprint in (1, 1 << 40):
+                steps.step(given, 3, "signal", 0, 2)
+                [waiting] = taken(hopper)
+                assert {given.fingerprint, given.half_bytes} < {*waiting.values.values()}
+            assert hopper.num_prepared == num_prepared
+
+
+def test_a_prepared_launch_is_on_the_current_stream(hopper: EmulatedDriver) -> None:
+    assert multiplied(hopper).rank == 0
+    with hopper.on(1):
+        assert multiplied(hopper).rank == 1
+    assert hopper.num_prepared == 1
+    away = mock.patch.object(prepared, "check_device", side_effect=ValueError("on cuda:1"))
+    with away, pytest.raises(ValueError, match="on cuda:1"):
+        multiplied(hopper)
+
+
+def test_hooks_see_prepared_launches(hopper: EmulatedDriver) -> None:
+    """Those of profilers see the kernel's name, and those of a kernel, its arguments."""
+    seen: list[Any] = []
+    entered = triton.knobs.runtime.launch_enter_hook
+
+    def enter(metadata: Any) -> None:
+        seen.append(metadata.get()["name"])
+
+    def before(*args: Any, **options: Any) -> None:
+        seen.append(args[-1])
+
+    multiplied(hopper)
+    entered.add(enter)
+    _matmul_kernel.add_pre_run_hook(before)
+    try:
+        multiplied(hopper)
+        assert seen == [64, "_matmul_kernel"]
+        _matmul_kernel.pre_run_hooks.clear()
+        multiplied(hopper)
+        assert seen == [64, "_matmul_kernel", "_matmul_kernel"]
+        assert hopper.num_prepared == 1
+    finally:
+        entered.remove(enter)
+        _matmul_kernel.pre_run_hooks.clear()
+
+
+def test_a_prepared_launch_keeps_no_operand() -> None:
+    a, b, c = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
+    with device(90) as driver:
+        for _ in range(2):
+            matmul(a, b, c, epilogue_of(None, per_row=False), config=config_for(torch.device("cuda"), BF16))
+        known = prepared._known
+    assert (driver.num_prepared, len(known)) == (1, 1)
+    del driver
+    memory = [weakref.ref(each) for each in (a, b, c)]
+    del a, b, c
+    gc.collect()
+    assert not any(each() is not None for each in memory)

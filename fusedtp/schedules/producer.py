@@ -208,7 +208,7 @@ def _copy(
             send((ws.rank - i) % ws.world_size)
 
 
-def load_for_capture(ws: Workspace, issue: Callable[[], None], *key: Any) -> None:
+def load_for_capture(ws: Workspace, issue: Callable[[], object], *key: Any) -> None:
     """Load what `issue` would start, once a key: a capture pushes where this call copies, and cannot load kernels."""
 
     def load() -> bool:

@@ -5,8 +5,8 @@ arrives at the stub of libcuda waits on the machine's stream of the rank that is
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from triton import JITFunction
 
 from fusedtp import kernels
 from fusedtp.calls import dispatch
-from fusedtp.kernels import launch, signal
+from fusedtp.kernels import launch, loading, prepared, signal
 from fusedtp.workspaces.workspace import Workspace
 
 from .lower import Program
@@ -44,7 +44,8 @@ def _extent(x: Tensor) -> int:
 class EmulatedDriver:
     """A device of one compute capability: Triton's own driver and launcher, a stub of libcuda, and the machine.
 
-    Every launch is held against the arguments that the launcher was given, then waits on its rank's stream.
+    Every launch, prepared or not, is held against the arguments that its launcher gives it, then waits on its rank's
+    stream.
     """
 
     def __init__(self, capability: int) -> None:
@@ -60,9 +61,10 @@ class EmulatedDriver:
         self.stub = Stub(self._take)
         # Of the kernel that is about to be launched: (name, type, value) of each parameter.
         self._given: list[tuple[str, str, Any]] = []
+        self.num_prepared = 0
 
     def announce(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the arguments of the next launch. Called by Triton before a kernel runs (JITFunction.pre_run_hooks)."""
+        """Note the arguments of the next launch."""
         *_, bind = kernel.device_caches[self.triton.get_current_device()]
         _, specialization, _ = bind(*args, **options)
         kinds = [kind for kind, _ in specialization[: len(args)]]
@@ -196,8 +198,8 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
     made = EmulatedDriver(capability)
     config, runtime = triton.runtime.driver, triton.knobs.runtime
     known, stages = config._active, runtime.add_stages_inspection_hook
-    hooks = [(kernel, functools.partial(_announce, made, kernel)) for kernel in KERNELS]
     with (
+        announced(made),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         # A torch without CUDA cannot say.
@@ -208,8 +210,6 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         try:
             config.set_active(made.triton)
             runtime.add_stages_inspection_hook = ptx_is_the_image
-            for kernel, hook in hooks:
-                kernel.add_pre_run_hook(hook)
             launch._target.cache_clear()
             launch._num_multiprocessors.cache_clear()
             yield made
@@ -219,8 +219,6 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
                 raise made.stub.failure from error
             raise
         finally:
-            for kernel, hook in hooks:
-                kernel.pre_run_hooks.remove(hook)
             runtime.add_stages_inspection_hook = stages
             # Triton 3.8 and later ask a driver when kernels are unloaded, at the end of the process too.
             config._active = known or made.triton
@@ -228,5 +226,43 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
             launch._num_multiprocessors.cache_clear()
 
 
-def _announce(made: EmulatedDriver, kernel: Any, *args: Any, **options: Any) -> None:
-    made.announce(kernel, args, options)
+@contextlib.contextmanager
+def announced(made: EmulatedDriver) -> Iterator[None]:
+    """Announce every launch; a prepared one is announced with what its launcher, called again, gives Triton."""
+    described, params_of, start = prepared._described, prepared.PreparedLaunch.params, loading._start
+    calls: list[Callable[[], object]] = []
+
+    def remember(launcher: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        calls[:] = [lambda: launcher(*args, **kwargs)]
+        return described(launcher, args, kwargs)
+
+    def looked_up(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        made.announce(kernel, args, options)
+        return start(kernel, grid, *args, **options)
+
+    def params(known: Any, operands: list[Tensor], fingerprint: int) -> list[Any]:
+        def compare(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+            made.announce(kernel, args, options)
+            compiled = loading._compiled_with_room(kernel, grid, args, options, lambda compiled, grid: compiled)
+            prepared_for = inspect.getclosurevars(known._run).nonlocals
+            assert prepared_for["self"] is compiled, f"{kernel.__name__} is prepared for other arguments"
+            assert prepared_for["grid"] == (*grid, 1, 1), f"{kernel.__name__} is prepared for another grid"
+
+        made.num_prepared += 1
+        with mock.patch.object(loading, "_start", compare):
+            calls[0]()
+        found = params_of(known, operands, fingerprint)
+        # Each call has scratch memory of its own.
+        made._given = [
+            (name, kind, new if name == "sums" else old)
+            for (name, kind, old), new in zip(made._given, found, strict=True)
+        ]
+        return found
+
+    with (
+        mock.patch.object(prepared, "_known", launch.Memo()),
+        mock.patch.object(prepared, "_described", remember),
+        mock.patch.object(prepared.PreparedLaunch, "params", params),
+        mock.patch.object(loading, "_start", looked_up),
+    ):
+        yield

@@ -1,4 +1,4 @@
-"""Print the host's time for a launch of the plain matmul, with this Triton, and where it goes, as a row of a table.
+"""Print the host's time for launches, with this Triton, and where it goes, as rows of a table.
 
     TRITON_INTERPRET=0 python -P tests/virtual_gpu/host_time.py
 
@@ -22,12 +22,14 @@ import torch
 import triton
 from virtual_gpu.stub import cuda_driver, ptx_is_the_image
 
-from fusedtp.kernels import loading
+from fusedtp.kernels import loading, prepared
 from fusedtp.kernels.configs import SHAPES, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
+from fusedtp.kernels.gather_matmul import GatherMatmul
+from fusedtp.kernels.launch import Channel
 from fusedtp.kernels.matmul import matmul
 
-TIMES = 2000
+TIMES, WORLD_SIZE = 2000, 8
 
 
 def microseconds(call: Callable[[], object]) -> float:
@@ -40,38 +42,58 @@ def microseconds(call: Callable[[], object]) -> float:
     return 1e6 * statistics.median(took)
 
 
-def row(by: str, width: int) -> str:
-    """A row for operands whose adjacent elements are `width` apart."""
+def of(rows: int, cols: int, width: int = 1) -> torch.Tensor:
+    """A matrix whose adjacent elements are `width` apart."""
+    return torch.zeros(rows, width * cols, dtype=torch.bfloat16)[:, ::width]
 
-    def of(rows: int, cols: int) -> torch.Tensor:
-        return torch.zeros(rows, width * cols, dtype=torch.bfloat16)[:, ::width]
 
-    a, b, c = of(256, 256), of(512, 256).t(), of(256, 512)
-    config = replace(compiled_config("sm_90", 2, next(iter(SHAPES))), programs=132)
+CONFIG = replace(compiled_config("sm_90", 2, next(iter(SHAPES))), programs=132)
+PLAIN = epilogue_of(None, per_row=False)
+# A launcher and its arguments.
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+def of_matmul(width: int) -> Call:
+    """The plain matmul."""
+    return matmul, (of(256, 256, width), of(512, 256, width).t(), of(256, 512, width), PLAIN), {"config": CONFIG}
+
+
+def of_gather() -> Call:
+    """The matmul that gathers rows."""
+    peers, data = torch.zeros(WORLD_SIZE + 2, dtype=torch.int64), torch.zeros(1 << 22, dtype=torch.uint8)
+    channel, table = Channel(peers, data, 0, WORLD_SIZE, 1 << 21, 4096), torch.zeros(9, dtype=torch.int32)
+    gather = GatherMatmul(0, (256,) * WORLD_SIZE, on_rows=True, pitch=256, piece_rows=128, config=CONFIG)
+    a, b, c = of(256, 256), of(512, 256).t(), of(256 * WORLD_SIZE, 512)
+    return GatherMatmul.__call__, (gather, channel, a, [b], [c], PLAIN, table), {"pushed": False}
+
+
+def row(name: str, by: str, launcher: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A row for calls of `launcher`."""
+    looked_up = launcher.__wrapped__
     given: dict[str, Any] = {}
 
     def launched(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **options: given.update(kernel=kernel, grid=grid, args=args, options=options)
 
-    def call() -> None:
-        matmul(a, b, c, epilogue_of(None, per_row=False), config=config)
-
-    call()
     with mock.patch.object(loading, "_starter", launched):
-        call()
-    kernel, grid, args, options = (given[name] for name in ("kernel", "grid", "args", "options"))
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    flat, whole_grid = loading.load(compiled, grid)(args), (*grid, 1, 1)
+        looked_up(*args, **kwargs)
+    launcher(*args, **kwargs)
+    key, operands, fingerprint = prepared._described(looked_up, args, kwargs)
+    known = prepared._known[key]
+    flat = known.params(operands, fingerprint)
     times = (
-        microseconds(call), microseconds(lambda: loading.launch(kernel, grid)(*args, **options)),
-        microseconds(lambda: kernel.warmup(*args, grid=grid, **options)),
-        microseconds(lambda: compiled[whole_grid](*flat)),
-    )  # fmt: skip
-    return f"| {triton.__version__} | {by} | " + " | ".join(f"{each:.0f}" for each in times) + " |"
+        microseconds(lambda: looked_up(*args, **kwargs)),
+        microseconds(lambda: given["kernel"].warmup(*given["args"], grid=given["grid"], **given["options"])),
+        microseconds(lambda: launcher(*args, **kwargs)),
+        microseconds(lambda: prepared._described(looked_up, args, kwargs)),
+        microseconds(lambda: known._run(*flat)),
+    )
+    return f"| {triton.__version__} | {name} | {by} | " + " | ".join(f"{each:.0f}" for each in times) + " |"
 
 
 if __name__ == "__main__":
     triton.runtime.driver.set_active(cuda_driver(90, lambda device: 0))
     triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
-    print(row("descriptors", 1))
-    print(row("pointers", 2))
+    print(row("matmul", "descriptors", *of_matmul(1)))
+    print(row("matmul", "pointers", *of_matmul(2)))
+    print(row("gather", "descriptors", *of_gather()))

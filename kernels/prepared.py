@@ -1,0 +1,133 @@
+"""Prepared launches: a call like an earlier one starts the same compiled kernel, without Triton's lookup.
+
+For each launch Triton derives the type and the alignment of some 60 fields, and looks up a compiled kernel by them.
+Here the cache key is the launcher's arguments: tensors by dtype, shape, strides and alignment, everything else by
+value. They decide all that Triton looks at. Calls with one key differ only in addresses and in the fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.language import constexpr
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import INTERPRETED
+from .launch import Channel, Memo
+from .loading import Started, check_device, is_only_loading
+
+P = ParamSpec("P")
+_BY_VALUE = frozenset((int, bool, str, type(None)))
+
+
+def _described(called: object, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], int]:
+    # The key of a call, its tensors, and its channel's fingerprint. Every launch passes here.
+    key: list[Any] = [called, *kwargs]
+    operands: list[Tensor] = []
+    fingerprint = 0
+    values = [*args, *kwargs.values()]
+    for x in values:
+        kind = type(x)
+        if kind in _BY_VALUE:
+            key.append(x)
+        elif kind is Tensor or isinstance(x, Tensor):
+            operands.append(x)
+            key += x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+        elif kind is list or isinstance(x, tuple):
+            key.append(len(x))
+            values += x
+        elif kind is constexpr:
+            key.append(x.value)
+        elif kind is Channel:
+            operands += x.peers, x.data
+            key += x.rank, x.world_size, x.half_bytes, x.data_offset
+            fingerprint = x.fingerprint
+        else:
+            key.append(x)
+    # A tensor that is two operands here may be one of them in the next call.
+    ids = [*map(id, operands)]
+    key += map(ids.index, ids)
+    key += operands[0].get_device(), knobs.runtime.debug, knobs.compilation.instrumentation_mode
+    return tuple(key), operands, fingerprint
+
+
+class PreparedLaunch:
+    """A launch that was made, to be made again with other operands. It keeps no operand alive."""
+
+    def __init__(self, started: Started, operands: list[Tensor]) -> None:
+        self.hooks, self._run, self._scratch = started.hooks, started.run, 0
+        if started.scratch is not None:
+            self._scratch = started.scratch.numel()
+            operands = [*operands, started.scratch]
+        self._params: list[Any] = [*started.params]
+        # Indices of a parameter and of its operand, and the other fields of a descriptor.
+        self._places: list[tuple[int, int, dict[str, Any] | None]] = []
+        for at, x in enumerate(started.params):
+            if isinstance(x, TensorDescriptor):
+                self._places.append((at, _index_of(x.base, operands), vars(x) | {"base": None}))
+            elif isinstance(x, Tensor):
+                self._places.append((at, _index_of(x, operands), None))
+            else:
+                continue
+            self._params[at] = None
+        self._fingerprint = started.names.index("fingerprint") if "fingerprint" in started.names else None
+
+    def params(self, operands: list[Tensor], fingerprint: int) -> list[Any]:
+        """Return the flat parameters of a call, with scratch memory of its own."""
+        if self._scratch:
+            operands.append(torch.empty(self._scratch, dtype=torch.float32, device=operands[0].device))
+        params = self._params.copy()
+        for at, i, described in self._places:
+            params[at] = operands[i]
+            if described is not None:
+                # Not by the constructor, which would check again what the key has settled.
+                params[at] = made = object.__new__(TensorDescriptor)
+                made.__dict__.update(described, base=operands[i])
+        if self._fingerprint is not None:
+            params[self._fingerprint] = fingerprint
+        return params
+
+    def start(self, operands: list[Tensor], fingerprint: int) -> None:
+        """Start the kernel on the current stream. Raises ValueError as `loading.launch` does."""
+        check_device(operands[self._places[0][1]])
+        self._run(*self.params(operands, fingerprint))
+
+
+def _index_of(x: Tensor, operands: list[Tensor]) -> int:
+    # A launcher may pass its channel's data as another dtype, else nothing but its arguments.
+    found = [i for i, each in enumerate(operands) if each is x] or [
+        i for i, each in enumerate(operands) if each.dtype == torch.uint8 and each.data_ptr() == x.data_ptr()
+    ]
+    return found[0]
+
+
+# By calls of all launchers.
+_known = Memo()
+
+
+def prepares(launcher: Callable[P, Started | None]) -> Callable[P, object]:
+    """Make a launcher start its kernel as before, where a call is like an earlier one.
+
+    The launcher starts one kernel, as its last step, and returns what that returned. The kernel's tensors are arguments
+    of the launcher, or `scratch`. The launcher looks at nothing of a tensor but its layout and alignment.
+    """
+    if INTERPRETED:
+        return launcher
+
+    @wraps(launcher)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        key, operands, fingerprint = _described(launcher, args, kwargs)
+        known = _known.get(key)
+        if known is None or known.hooks:
+            started = launcher(*args, **kwargs)
+            if started is not None:
+                _known.keep(key, PreparedLaunch(started, operands))
+        elif not is_only_loading():
+            known.start(operands, fingerprint)
+
+    return call
