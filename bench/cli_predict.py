@@ -117,7 +117,7 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
     first, lines = predictions[0], []
     for each, size in zip(predictions, sizes, strict=True):
         times = {name: getattr(each, f"{name}_us") for name in ("unfused", "decomposed", "fused")}
-        times["bound"] = each.ceiling_us
+        times["bound"] = each.bound_us
         parts: dict[str, float | None] = {"matmul": each.matmul_us if each.flops else None, "comm": each.comm_us}
         parts["cast"] = each.cast_us or None
         if each.network_us:

@@ -122,7 +122,7 @@ def bound(case: pd.DataFrame) -> tuple[float, str]:
     (NaN, "") where it is not known. The matmul bounds every schedule; the collective only those that send through the
     backend, which decomposed and fused do not: theirs is another way.
     """
-    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["ceiling_ms"].dropna()
+    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["bound_ms"].dropna()
     longest = float(given.iloc[0]) if not given.empty else float(medians.max(skipna=False))
     if math.isnan(longest):
         return longest, ""

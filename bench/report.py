@@ -182,7 +182,7 @@ def _row(measured: Measurement, median_ms: float, hardware: str) -> Measurement:
     nothing: dict[str, Any] = dict.fromkeys(
         ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "matmul_fraction", "tflops", "algbw_gbps", "busbw_gbps")
     )
-    nothing |= dict.fromkeys(("ceiling_ms", "overlap_efficiency", "max_error", "error_ratio"))
+    nothing |= dict.fromkeys(("bound_ms", "overlap_efficiency", "max_error", "error_ratio"))
     return changed(
         measured, median_ms=median_ms, rounds=0, gate=PASSED, predicted=True, path=f"cost model, {hardware}", **nothing
     )

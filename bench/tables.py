@@ -34,7 +34,7 @@ FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
     **dict.fromkeys(
-        ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)
+        ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)
     ),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     **dict.fromkeys(("ms, +-", "25 to 75 %"), "{}"),

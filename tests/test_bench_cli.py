@@ -51,7 +51,7 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     assert list(timed) == ["matmul", "comm", "unfused", "decomposed", "auto", "dtensor"]
     for row in timed.values():
         assert row.median_ms is not None
-        assert row.ceiling_ms is not None
+        assert row.bound_ms is not None
         assert (row.rounds, row.interpreted, row.threads, row.backend) == (3, False, 1, "gloo")
         assert sorted(row.rounds_ms)[1] == row.median_ms
         assert len(row.rounds_ms) == row.rounds

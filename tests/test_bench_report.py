@@ -333,7 +333,7 @@ def test_tables_but_that_of_all_rows_fit_on_the_page(make_row: MakeRow) -> None:
     at = {"op": "matmul_reduce_scatter", "M": 16384, "N": 16384, "K": 16384, "model": "llama3-70b", "tokens": 16384}
     ratios = dict.fromkeys(("speedup_vs_unfused", "matmul_fraction", "overlap_efficiency", "tflops"), 0.123)
     layers = ({"variant": name, "layer": layer} for name in names for layer in LAYERS)
-    found = [make_row(median_ms=1234.5, backend="gloo", ceiling_ms=9.0, **at, **ratios, **each) for each in layers]
+    found = [make_row(median_ms=1234.5, backend="gloo", bound_ms=9.0, **at, **ratios, **each) for each in layers]
     page = report.page(frame_of(found), {})
     style = page[: page.index("</style>")]
     assert re.findall(r"([^{}]*) \{[^{}]*white-space: nowrap", style)[0].split("\n")[-1] == "#rows td"
