@@ -33,17 +33,14 @@ SIZE = "M x N x K"
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
-    **dict.fromkeys(
-        ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)
-    ),
+    **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     **dict.fromkeys(("ms, +-", "25 to 75 %"), "{}"),
 }
 BOUND = (
-    "bound: the longer of the matmul and the backend's collective, each alone, and which it is. The matmul bounds "
-    "every schedule, but for chunks that suit the caches better than the whole. The collective bounds what sends "
-    "through the backend: unfused, and torch's own. decomposed and fused write into memory that the ranks share "
-    "instead, and may end before it: bound / shortest is above 1 then."
+    "bound: the longer of the matmul and the backend's collective, each alone, and which it is. bound / shortest is "
+    "above 1 where chunks fit the caches better than the whole matmul, or where the collective is the bound: "
+    "decomposed and fused do not send through the backend, but write into memory that the ranks share."
 )
 
 
@@ -190,6 +187,11 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
         "this schedule. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the share of "
         "unfused - matmul, the exposed communication, that this schedule saves."
     )
+    if (beyond := shown["matmul_fraction"].where(shown["variant"].isin(SCHEDULES)).max()) > 1:
+        note += (
+            f" of matmul is above 1, up to {beyond:.2f}, and hidden above 100 %, where a schedule multiplies chunk by "
+            "chunk and chunks fit the caches better than the whole."
+        )
     optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul")
     return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
 

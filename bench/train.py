@@ -206,22 +206,27 @@ def sharded(group: ProcessGroup, settings: Training, data_size: int, schedule: s
     return train(settings, mesh.get_group("data"), mesh.get_group("tensor"), schedule)
 
 
+def farthest(curves: dict[str, list[float]]) -> float:
+    """Return the largest difference of a loss of any run from that of the first run, at the same step."""
+    first, *others = curves.values()
+    return max(abs(loss - its) for losses in others for loss, its in zip(losses, first, strict=False))
+
+
 def picture(curves: dict[str, list[float]], path: Path) -> None:
-    """Draw the losses of every run over the steps, and beside them how far each is from the first."""
+    """Draw the losses of every run over the steps, and write how far the farthest is from the first run."""
     reference, *names = curves
     with theme.style():
-        drawn, ((left, right),) = theme.panels([1], 2, line=3.2, row=0.3)
-        steps = range(1, len(curves[reference]) + 1)
-        left.plot(steps, curves[reference], color=theme.colour("ink"), linewidth=0.8, label=reference)
-        for name in names:
-            losses, steps = curves[name], range(1, len(curves[name]) + 1)
-            style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.4}
-            left.plot(steps, losses, label=name, **style)
-            far = [max(1e-9, abs(loss - other)) for loss, other in zip(losses, curves[reference], strict=False)]
-            right.plot(steps, far, **style)
-        theme.log_scale(right, "y")
+        drawn, ((left, right),) = theme.panels([1], 2, line=2.8, row=0.3, width_ratios=(2, 1))
+        for name in curves:
+            style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.6}
+            style |= {"color": theme.colour("ink"), "linestyle": "-", "linewidth": 0.8} if name == reference else {}
+            left.plot(range(1, len(curves[name]) + 1), curves[name], label=name, **style)
         left.set(xlabel="step", ylabel="loss", title="Training loss")
-        right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference} (1e-9: none)")
+        right.set_axis_off()
+        middle = {"transform": right.transAxes, "ha": "center"}
+        right.text(0.5, 0.5, f"{farthest(curves):.0e}".replace("e-0", "e-"), fontsize=26, va="bottom", **middle)
+        words = f"largest difference of a loss\nfrom that of {reference}:\n{len(names)} runs, all their steps, float32"
+        right.text(0.5, 0.45, words, color=theme.colour("muted"), va="top", **middle)
         theme.legend(drawn)
         theme.save(drawn, path)
 

@@ -157,7 +157,8 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     assert result.exit_code == 1
     assert "[2] elements wrong" in result.output
     assert "3 of 4 rows did not pass" in result.output
-    failed = [row for row in stored(tmp_path) if not row.passed]
+    (path,) = tmp_path.glob("*/sweep.csv")
+    failed = [row for row in store.read(path) if not row.passed]
     assert [row.variant for row in failed] == ["matmul", "comm", "unfused"]
     assert {(row.median_ms, row.max_error, row.rounds) for row in failed} == {(None, None, 0)}
 

@@ -55,6 +55,12 @@ def test_it_learns(reference: list[float]) -> None:
     assert reference[-1] < reference[0] - 0.2
 
 
+def test_the_farthest_loss_is_found_in_any_run_at_any_step() -> None:
+    curves = {"one process": [4.0, 3.0, 2.0], "unfused": [4.0, 3.25, 2.0], "fused": [3.5]}
+    assert training.farthest(curves) == 0.5
+    assert training.farthest({**curves, "fused": [4.0]}) == 0.25
+
+
 def test_another_seed_is_another_run(reference: list[float]) -> None:
     torch.manual_seed(1)
     first = next(TrainedDecoder(SMALL).parameters()).detach().clone()
