@@ -125,7 +125,9 @@ def timeline(
     case = Case(op, *arguments.shape(shape), dtype, world_size)
     path = arguments.folder(out, machine.name) / "timeline.json"
     try:
-        found = recorded.timeline(case, schedules, rounds, machine)
+        with arguments.progress(console, [(f"{case}, {rounds} rounds", 10.0)], f"{path} is as it was") as done:
+            found = recorded.timeline(case, schedules, rounds, machine)
+            done()
     except RankError as error:
         console.print(str(error))
         raise typer.Exit(1) from error

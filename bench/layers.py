@@ -397,8 +397,11 @@ def beside(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, floa
     return found
 
 
-def overhead(out: Path, rounds: int) -> pd.DataFrame:
-    """Append to a file a row a number of ranks and a direction: medians and quartiles of the slowest rank's time."""
+def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) -> pd.DataFrame:
+    """Append to a file a row a number of ranks and a direction: medians and quartiles of the slowest rank's time.
+
+    `done` is called after each number of ranks.
+    """
     machine, rows = describe(), []
     with RankPool(2) as pool:
         for world_size in (1, 2):
@@ -413,6 +416,7 @@ def overhead(out: Path, rounds: int) -> pd.DataFrame:
                     "beside_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1), "q3_us": round(quarters[2], 1),
                     "linear_us": round(linear_us, 1),
                 })  # fmt: skip
+            done()
     frame = pd.DataFrame(rows)
     frame.to_csv(out, mode="a", header=not out.exists(), index=False)
     return frame

@@ -152,16 +152,14 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
     about = frame if lines.empty else lines
     crowded = (lines["gpu"] == "") & (lines["cores"] > 0) & (lines["world_size"] * lines["threads"] > lines["cores"])
     commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).mask(lines["commit"] == "", "")
-    found = {
-        "summary": tables.summary(frame), "standings": tables.standings(frame), "refused": tables.refused(frame),
-        "checked": tables.checked(frame), "all": tables.everything(frame),
-        "not_run": [line for each in tables.not_run(frame).values() for line in each],
-    }  # fmt: skip
-    has = {"short": len(found["summary"].cells), "sizes": len(found["standings"].cells), "times": len(lines)}
-    has |= {"refused": len(found["refused"].cells) + len(found["not_run"]), "checked": len(found["checked"].cells)}
-    has |= {"rows": len(frame)} | {name: len(drawn) for name, drawn in pictures.items()}
+    summary, standings, refused = tables.summary(frame), tables.standings(frame), tables.refused(frame)
+    checked, not_run = tables.checked(frame), [line for each in tables.not_run(frame).values() for line in each]
+    has = {"short": len(summary.cells), "sizes": len(standings.cells), "times": len(lines), "rows": len(frame)}
+    has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells)}
+    has |= {name: len(drawn) for name, drawn in pictures.items()}
     return environment.get_template("page.html").render(
-        found, frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures,
+        frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, summary=summary,
+        standings=standings, refused=refused, checked=checked, not_run=not_run, all=tables.everything(frame),
         titles={name: title for name, title in SECTIONS.items() if has.get(name)},
         num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
         days=sorted({when[:10] for when in lines["time_utc"] if when}),

@@ -15,7 +15,7 @@ are they the same on any number of ranks, to the bit?
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -231,21 +231,29 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         theme.save(drawn, path)
 
 
-def compare(settings: Training, fused_steps: int, out: Path) -> dict[str, list[float]]:
-    """Train in one process and on a 2 x 2 mesh with every schedule; leaves train.csv and train.png in `out`.
+def runs(settings: Training, fused_steps: int) -> dict[str, int]:
+    """Return by name the steps of each run: in one process, then on a 2 x 2 mesh by each schedule.
 
-    On CPUs: `fused`, whose kernels are interpreted, trains for `fused_steps` only. It alone has another order.
+    `fused`, whose kernels are interpreted on CPUs, trains for `fused_steps` only. It alone has another order.
     """
+    found = {"one process": settings.steps, "2 x 2 mesh, unfused": settings.steps}
+    found |= {"2 x 2 mesh, decomposed": settings.steps, "2 x 2 mesh, fused": fused_steps}
+    return (
+        found if settings.order == RANK_ORDER else {name: found[name] for name in ("one process", "2 x 2 mesh, fused")}
+    )
+
+
+def compare(
+    settings: Training, fused_steps: int, out: Path, done: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Train each of `runs`, and leave train.csv and train.png in `out`; `done` is called after each."""
     torch.set_num_threads(1)
-    curves = {"one process": train(settings)}
+    curves: dict[str, list[float]] = {}
     with RankPool(4, timeout=1200, env={"TRITON_INTERPRET": "1"}) as pool:
-        for schedule in ("unfused", "decomposed", "fused"):
-            steps = fused_steps if schedule == "fused" else settings.steps
-            if settings.order != RANK_ORDER and schedule != "fused":
-                continue
-            losses = pool.run(sharded, replace(settings, steps=steps), 2, schedule)
-            curves[f"2 x 2 mesh, {schedule}"] = losses[0]
-    out.mkdir(parents=True, exist_ok=True)
+        for name, steps in runs(settings, fused_steps).items():
+            given, schedule = replace(settings, steps=steps), name.rpartition(" ")[2]
+            curves[name] = train(given) if schedule == "process" else pool.run(sharded, given, 2, schedule)[0]
+            done()
     rows = [(name, step, loss) for name, losses in curves.items() for step, loss in enumerate(losses, 1)]
     pd.DataFrame(rows, columns=["run", "step", "loss"]).to_csv(out / "train.csv", index=False)
     picture(curves, out / "train.png")
@@ -272,7 +280,9 @@ def log_probabilities(group: ProcessGroup, settings: Training, batch: int) -> Te
         return fusedtp.all_gather(mine, group=tensor, sizes=sizes)[:, 0]
 
 
-def compare_bits(settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4)) -> list[tuple[int, int, bool, float]]:
+def compare_bits(
+    settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4), done: Callable[[], object] = lambda: None
+) -> list[tuple[int, int, bool, float]]:
     """(ranks, batch, whether the bits of one rank alone, largest difference to those), of 1 and of all sequences."""
     found: list[tuple[int, int, bool, float]] = []
     expected: Tensor | None = None
@@ -283,9 +293,10 @@ def compare_bits(settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4)) -
                 expected = got if expected is None else expected
                 far = (got - expected).abs().max().item()
                 found.append((world_size, batch, torch.equal(got, expected), far))
+        done()
     return found
 
 
-def of_order(order: str) -> list[tuple[int, int, bool, float]]:
-    """`compare_bits` of a small decoder with linears in this order."""
-    return compare_bits(Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16))
+def of_order(order: str) -> Training:
+    """Return a small decoder with linears in this order, for `compare_bits`."""
+    return Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16)
