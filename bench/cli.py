@@ -53,10 +53,8 @@ class WithProviders(TyperCommand):
         from .providers import listing
 
         super().format_help(ctx, formatter)
-        console = arguments.console()
-        console.print("Providers, of --baseline; by default all but tree and switch:")
-        for name, text in listing(describe().num_gpus):
-            console.print(f"  {name:20} {text}")
+        with formatter.section("Providers, of --baseline; by default all but tree and switch"):
+            formatter.write_dl(list(listing(describe().num_gpus)))
 
 
 @app.command(cls=WithProviders)
@@ -286,9 +284,10 @@ def overhead(
     That is what it takes on CPU ranks beside what it is for.
     """
     from . import layers
+    from .cases import ranks
 
     console = arguments.console()
-    steps = [(f"{size} ranks", 0.5 * rounds) for size in (1, 2)]
+    steps = [(ranks(size), 0.5 * rounds) for size in (1, 2)]
     with arguments.progress(console, steps, f"{out} is as it was") as done:
         frame = layers.overhead(out, rounds, done)
     layers.overhead_table(frame).print(console)

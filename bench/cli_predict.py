@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -222,10 +222,10 @@ def _explained(found: Explanation, console: Console) -> None:
     console.print(f"{found.spec}\n{found.given}".strip())
     for phase in found.phases:
         console.print()
-        lines: list[dict[str, object]] = []
+        lines: list[dict[str, Any]] = []
         together = ""
         for line in phase.lines:
-            cells: dict[str, object] = {"step": f"{line.step}{', fused' * line.step.fused}"}
+            cells: dict[str, Any] = {"step": f"{line.step}{', fused' * line.step.fused}"}
             cells |= {"a rank sends or computes": line.amount} if line.sent is None else amounts(line.sent, line.flops)
             if line.predicted is not None:
                 is_matmul = not line.step.is_collective
@@ -234,11 +234,12 @@ def _explained(found: Explanation, console: Console) -> None:
                     together = ", ".join(f"{name} {us:.1f} us" for name, us in line.predicted.times.items())
             lines.append(cells)
         if phase.sent is not None and len(lines) > 1:
-            lines.append({"step": "total", **amounts(phase.sent, phase.flops)})
+            us = [cells["alone\nus"] for cells in lines if "alone\nus" in cells]
+            lines.append({"step": "total", **amounts(phase.sent, phase.flops), "alone\nus": sum(us) if us else None})
         CellTable.of("phase", f"{phase.formula}: {phase.notation}", lines).print(console)
         if together:
             console.print(f"matmul and collective together: {together}")
-        console.print(f"({phase.reason})")
+        console.print(f"Taken: {phase.reason}.")
     if all(phase.sent is not None for phase in found.phases):
         sent, flops = (sum(getattr(phase, name) for phase in found.phases) for name in ("sent", "flops"))
         total = f"{quantity(sent, 'B')} and computes {quantity(flops, 'FLOP')}"

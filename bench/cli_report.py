@@ -44,12 +44,12 @@ def report(
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console, verbose=verbose)
         if drawing.picture(stored, path.with_suffix(".png")):
-            console.print(f"picture: {path.with_suffix('.png')}")
+            console.print(f"picture: {path.with_suffix('.png')}", soft_wrap=True)
         if malformed := drawing.write([*stored, *modelled], path):
             console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)
         pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
-        console.print(f"page: {path.with_suffix('.html')}{pictures}")
+        console.print(f"page: {path.with_suffix('.html')}{pictures}", soft_wrap=True)
 
 
 @app.command()
@@ -135,4 +135,5 @@ def timeline(
     recorded.picture(found, path.with_suffix(".png"))
     for line in recorded.remarks(found):
         console.print(line)
-    console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")
+    told = f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}"
+    console.print(told, soft_wrap=True)

@@ -62,13 +62,18 @@ def tune(
 
     The columns:
 
-    - travels: rows x columns of what is sent, of all ranks together
-    - third: the product's remaining length on a rank, none for a collective alone
-    - unfused, decomposed, fused: the median of the slowest rank, and where there is room its quartiles, 25 to 75 %
-    - fastest: the schedule with the least median
-    - by: how many times as long the next one takes at least, by the 95 % interval of the ratio
+    \b
+    travels     rows x columns of what is sent, of all ranks together
+    third       the product's remaining length on a rank, none for a
+                collective alone
+    unfused, decomposed, fused
+                the median of the slowest rank, and where there is room its
+                quartiles, 25 to 75 %
+    fastest     the schedule with the least median
+    by          how many times as long the next one takes at least, by the
+                95 % interval of the ratio
 
-    Where that is not above 1 the difference is noise: auto takes what it would take without a measurement, unless that
+    Where `by` is not above 1 the difference is noise: auto takes what it would take without a measurement, unless that
     is slower beyond noise.
 
     With --kernels: which tile, how many warps and stages, and in a gather how many programs that push, are the fastest

@@ -29,7 +29,8 @@ def milliseconds(value: float, digits: int = 3) -> str:
 
 
 SIZE = "M x N x K"
-# Of a heading, or of its last line, as a variant may have any name; other numbers have three digits.
+# Of a heading's last line, or the one above a schedule's name, as a variant may have any name; other numbers have three
+# digits.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
@@ -66,7 +67,10 @@ class CellTable:
     @property
     def numbers(self) -> dict[str, Format]:
         """The formats of the columns at the right; the others are text."""
-        known = {str(name): FORMATS.get(str(name).rpartition("\n")[2]) for name in self.cells}
+        ends = {str(name): str(name).split("\n") for name in self.cells}
+        known = {
+            name: FORMATS.get(line[0] if line[-1] in (*SCHEDULES, "auto") else line[-1]) for name, line in ends.items()
+        }
         plain = {str(name): milliseconds for name in self.cells.select_dtypes("number")}
         return plain | {name: how for name, how in known.items() if how}
 
@@ -178,7 +182,7 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
         for name in SCHEDULES:
             line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
         for name, what in ((name, what) for what in _RATIOS for name in SCHEDULES[1:]):
-            line[f"{name}\n{what}"] = case[_RATIOS[what]].get(name)
+            line[f"{what}\n{name}"] = case[_RATIOS[what]].get(name)
         line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in SCHEDULES}
         lines.append(line)
     note = (
@@ -225,7 +229,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
         line["fastest"] = ours[best_ms] if best_ms else None
         line["speed-up"] = base / best_ms if base and best_ms else None
         line["of matmul"] = alone / best_ms if alone and best_ms else None
-        line["auto\nspeed-up"] = base / medians["auto"] if base and "auto" in medians else None
+        line["speed-up\nauto"] = base / medians["auto"] if base and "auto" in medians else None
         lines.append(line)
     optional = ("of matmul", "auto", "comm", "own_matmul", "dtype", "matmul")
     return CellTable.of("totals", "The matmuls of one transformer block together", lines, optional=optional)

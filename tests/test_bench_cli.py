@@ -7,11 +7,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fusedtp.bench import cases, machine, store, sweep
@@ -20,6 +23,7 @@ from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.store import Measurement, rows_of
+from fusedtp.bench.tables import times
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONLY = ["--schedule", "decomposed", "--baseline", "none"]
@@ -209,6 +213,22 @@ def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytes
     assert "The matmuls of one transformer block together" in result.output
 
 
+def test_headings_differ_and_providers_are_listed_in_eighty_columns(make_row: Callable[..., Measurement]) -> None:
+    names = {"matmul": 1.0, "unfused": 3.0, "decomposed": 2.0, "fused": 1.5, "auto": 1.5}
+    ratios = {"speedup_vs_unfused": 1.5, "matmul_fraction": 0.5, "overlap_efficiency": 0.25}
+    table = times(frame_of([make_row(variant=name, median_ms=ms, **ratios) for name, ms in names.items()]), "forward")
+    console = Console(width=80, file=StringIO())
+    table.print(console, "op")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    first, second = lines[2].split(), lines[3].split()
+    assert first == ["unfused", "decomposed", "fused", "speed-up", "speed-up"]
+    assert second[-2:] == ["decomposed", "fused"]
+    assert lines[5].split()[-2:] == ["1.50x"] * 2
+    assert "left out in 80 columns: hidden decomposed, " in " ".join(lines)
+    help_ = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["sweep", "--help"]).output
+    assert help_.index("--verbose") < help_.index("Providers, of --baseline") < help_.index("dtensor")
+
+
 def test_doctor() -> None:
     result = invoke("doctor", "--providers")
     assert result.exit_code == 0, result.output
@@ -243,6 +263,11 @@ def test_explain_shows_steps_bytes_and_flops() -> None:
     assert "all-gather x over X along M, fused" in done.output
     assert "64 B" in done.output
     assert "512 FLOP" in done.output
+    assert "Taken: the usual way: 64 B in 1 collective and 512 FLOP against" in " ".join(done.output.split())
+    sizes = "M=8192,K=8192,N=28672"
+    predicted = invoke("explain", spec, "--sizes", sizes, "--mesh", "X=8", "--hardware", "h100").output
+    step, matmul, total = re.findall(r"(?m)^(?:all-gather x|matmul y|total).* ([\d.]+)$", predicted)[:3]
+    assert float(step) + float(matmul) == pytest.approx(float(total), rel=1e-3)
 
 
 def test_explain_points_at_a_mistake_and_needs_something_to_explain() -> None:

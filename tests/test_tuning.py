@@ -261,7 +261,7 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     assert noisy([sample()]) == ""
     assert "between the quartiles of a time lie 33% of its median" in noisy([busy])
     shown = CliRunner().invoke(app, ["tune", "--help"]).output
-    for column in ("travels", "third", "quartiles", "fastest", "by: how many times"):
+    for column in ("travels", "third", "quartiles", "fastest", "by how many times"):
         assert column in " ".join(shown.split())
 
 
