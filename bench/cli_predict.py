@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -176,7 +175,6 @@ def explain(
     dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
     hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
-    write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
 ) -> None:
     """Show the steps, bytes and FLOPs of a sharded matmul.
 
@@ -186,18 +184,10 @@ def explain(
     from fusedtp.cost.hardware import OCP, find
     from fusedtp.explain import table_markdown
 
-    from . import generated
-
-    if (spec is None) != (table or write is not None):
-        raise typer.BadParameter("give a notation string, or --table, or --write FILE")
+    if (spec is None) != table:
+        raise typer.BadParameter("give a notation string, or --table")
     if spec is None:
-        if table:
-            typer.echo(table_markdown())
-        if write is not None:
-            try:
-                generated.rewrite(write, "table", table_markdown())
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
+        typer.echo(table_markdown())
         return
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")

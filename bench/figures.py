@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 
 from . import theme
 from .cases import ALONE, TITLES, ranks
-from .frames import BASELINE, blocks, bound, cases, compared, each, parts, records, timed
+from .frames import BASELINE, bound, cases, compared, each, parts, records, timed
 from .tables import milliseconds
 
 
@@ -221,19 +220,6 @@ def speedup_map(frame: pd.DataFrame) -> Any:
 PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "the rest"}
 
 
-@dataclass(frozen=True)
-class BarGroup:
-    """The bars of one case below a title: by name their parts in % by colour, and what is written behind them.
-
-    bound: across all of them, in %; 0 for none. by: what it is, in words.
-    """
-
-    title: str
-    bars: Mapping[str, tuple[Mapping[str, float], str]]
-    bound: float = 0.0
-    by: str = ""
-
-
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
     """total_ms by PARTS; without a time for communication (NaN) all excess over the matmul is the rest."""
     matmul = min(total_ms, matmul_ms)
@@ -242,7 +228,7 @@ def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, floa
 
 
 def time_parts(frame: pd.DataFrame) -> Any:
-    """Where the time of one direction, model and number of ranks goes, case by case, against what bounds it.
+    """Where the time of one direction, model and number of ranks goes, case by case, in % of unfused, and its bound.
 
     None where matmul and unfused were not both timed. A schedule's time is parted by what was measured alone in the
     same rounds: the matmul's time, then of what is beyond it at most the communication's (exposed: it was not hidden),
@@ -251,23 +237,45 @@ def time_parts(frame: pd.DataFrame) -> Any:
     """
     from matplotlib.lines import Line2D
 
-    columns: dict[str, list[BarGroup]] = {}
+    columns: dict[str, list[tuple[str, pd.DataFrame]]] = {}
     for (matmul,), members in parts(timed(frame[frame["world_size"] > 1]), "matmul"):
         for first, case in cases(members):
-            times, bars = case["median_ms"], {}
-            if not {"matmul", BASELINE} <= set(times.index):
-                continue
-            percent = 100 / times[BASELINE]
-            for name, ms in times.drop(list(ALONE), errors="ignore").items():
-                shares = account(ms, times["matmul"], times.get("comm", math.nan))
-                bars[str(name)] = {kind: percent * part for kind, part in shares.items()}, f"{milliseconds(ms)} ms"
-            longest, by = bound(case)
-            columns.setdefault(matmul, []).append(BarGroup(first["where"], bars, percent * longest if by else 0.0, by))
+            if {"matmul", BASELINE} <= set(case.index):
+                columns.setdefault(matmul, []).append((first["where"], case))
     if not columns:
         return None
-    drawn = _bars(columns)
-    found = {group.by for groups in columns.values() for group in groups if group.by}
-    lines = {f"bound: {by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(found)}
+    height = max(
+        sum(1.6 + len(case.index.difference(list(ALONE))) for _, case in groups) for groups in columns.values()
+    )
+    drawn, axes = theme.panels([height], len(columns), line=0.155, row=0.5, sharex=True)
+    longest, bounds = 0.0, set()
+    for axis, (title, groups) in zip(axes[0], columns.items(), strict=True):
+        at, names = 0.0, {}
+        for where, case in groups:
+            axis.text(0.0, at, where, fontsize=7, va="center")
+            times = case["median_ms"].drop(list(ALONE), errors="ignore")
+            percent, (bound_ms, by) = 100 / times[BASELINE], bound(case)
+            ends = percent * bound_ms if by else 0.0
+            if by:
+                axis.plot([ends] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(by))
+                bounds.add(by)
+            for name, ms in times.items():
+                at, left = at + 1, 0.0
+                for kind, part in account(
+                    ms, case["median_ms"]["matmul"], case["median_ms"].get("comm", math.nan)
+                ).items():
+                    axis.barh(at, percent * part, left=left, height=0.8, **theme.bar(kind))
+                    left += percent * part
+                names[at], longest = str(name), max(longest, left, ends)
+                # behind the bound where that is further on, not across it
+                style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
+                axis.text(max(left, ends) + 2, at, f"{milliseconds(ms)} ms", **style)
+            at += 1.6
+        theme.named_lines(axis, names, height)
+        axis.set(title=title, xlabel="% of unfused")
+        axis.grid(axis="x")
+    axes[0, 0].set_xlim(0, max(125.0, 1.35 * longest))
+    lines = {f"bound: {by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(bounds)}
     theme.legend(drawn, {label: kind for kind, label in PARTS.items()} | lines)
     return drawn
 
@@ -275,51 +283,3 @@ def time_parts(frame: pd.DataFrame) -> Any:
 def _bound_line(by: str) -> dict[str, Any]:
     # Through where the matmul bounds all schedules, broken where a collective bounds some of them.
     return {"color": theme.colour("ink"), "linewidth": 1.6, "linestyle": "-" if by == "matmul" else (0, (1.6, 1.0))}
-
-
-def block_parts(frame: pd.DataFrame) -> Any:
-    """Return what the matmuls of a whole block take, of one model, dtype and machine; None where no block is whole.
-
-    A column a direction, a group of bars a number of tokens and ranks.
-    """
-    columns: dict[str, list[BarGroup]] = {}
-    for shared, medians in blocks(frame):
-        base, bars = medians.get(BASELINE), {}
-        whole = base or max(medians.values())
-        for name, ms in medians.items():
-            gain = f", {base / ms:.2f}x" if base and name not in ("matmul", BASELINE) else ""
-            alone = name == "matmul"
-            if name not in ("comm", "own_matmul"):
-                words = f"{milliseconds(ms)} ms{gain}"
-                bars["matmul alone" if alone else name] = {"ink" if alone else name: 100 * ms / whole}, words
-        group = BarGroup(f"{shared['tokens']} tokens, {ranks(shared['world_size'])}", bars)
-        columns.setdefault(shared["direction"], []).append(group)
-    return _bars(columns) if columns else None
-
-
-def _bars(columns: Mapping[str, list[BarGroup]]) -> Any:
-    # A column of groups each, on axes of % of unfused.
-    height = max(sum(len(group.bars) + 1.6 for group in groups) for groups in columns.values())
-    drawn, axes = theme.panels([height], len(columns), line=0.155, row=0.5, sharex=True)
-    longest = 0.0
-    for axis, (title, groups) in zip(axes[0], columns.items(), strict=True):
-        at, names = 0.0, {}
-        for group in groups:
-            axis.text(0.0, at, group.title, fontsize=7, va="center")
-            if group.bound:
-                axis.plot([group.bound] * 2, [at + 0.5, at + len(group.bars) + 0.5], zorder=4, **_bound_line(group.by))
-            for name, (shares, words) in group.bars.items():
-                at, left = at + 1, 0.0
-                for kind, share in shares.items():
-                    axis.barh(at, share, left=left, height=0.35 if kind == "ink" else 0.8, **theme.bar(kind))
-                    left += share
-                names[at], longest = name, max(longest, left, group.bound)
-                # behind the bound where that is further on, not across it
-                style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-                axis.text(max(left, group.bound) + 2, at, words, **style)
-            at += 1.6
-        theme.named_lines(axis, names, height)
-        axis.set(title=title, xlabel="% of unfused")
-        axis.grid(axis="x")
-    axes[0, 0].set_xlim(0, max(125.0, 1.35 * longest))
-    return drawn

@@ -88,13 +88,6 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
 
 
-def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured lines that belong to no model; of a direction in which all belong to one, those."""
-    lines = timed(frame)
-    alone = lines["model"] == ""
-    return lines[alone | ~lines["direction"].isin(lines["direction"][alone].unique())]
-
-
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Return the values of these columns that lines have, each with its lines, in order."""
     return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))

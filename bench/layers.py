@@ -329,26 +329,6 @@ def run(
     return pd.DataFrame(rows)
 
 
-def decode_table(frame: pd.DataFrame) -> str:
-    """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
-    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
-    parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
-    for (ranks, tokens), part in parts:
-        ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
-        columns = ours.speedup_vs_torch, ours.speedup_vs_dtensor, local.speedup_vs_torch
-        means = " | ".join(f"{statistics.geometric_mean(each):.2f}" for each in columns)
-        lines.append(f"| {ranks} | {tokens} | {means} |")
-    first, sizes = frame.iloc[0], frame[["N", "K"]].drop_duplicates().itertuples(index=False)
-    lines += [
-        "",
-        "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
-        f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
-        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
-        "+=, F.rms_norm. The bound is the speed-up with free communication.",
-    ]
-    return "\n".join(lines)
-
-
 ROWS, FEATURES, CALLS, BATCH = 8, 64, 200, 10
 
 

@@ -41,7 +41,6 @@ PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = 
     "time": (figures.time_curves, ("direction", "dtype")),
     "speedup": (figures.speedup_map, ("direction",)),
     "parts": (figures.time_parts, ("direction", "world_size")),
-    "blocks": (figures.block_parts, ("dtype",)),
 }
 
 
@@ -136,8 +135,8 @@ def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 # The page's sections, in its order.
 SECTIONS = {
-    "short": "In short", "sizes": "From which size on each schedule is faster", "time": "Time against size",
-    "speedup": "Speed-up over unfused", "parts": "Where the time goes", "blocks": "A model's block",
+    "short": "In short", "sizes": "From which size on each schedule is faster", "blocks": "A model's block",
+    "time": "Time against size", "speedup": "Speed-up over unfused", "parts": "Where the time goes",
     "timeline": "Timeline of one call", "times": "Times and rates", "refused": "Refused or not run",
     "checked": "Checked, not timed", "rows": "All rows",
 }  # fmt: skip
@@ -155,11 +154,13 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
     summary, standings, refused = tables.summary(frame), tables.standings(frame), tables.refused(frame)
     checked, not_run = tables.checked(frame), [line for each in tables.not_run(frame).values() for line in each]
     has = {"short": len(summary.cells), "sizes": len(standings.cells), "times": len(lines), "rows": len(frame)}
-    has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells)}
+    totals = tables.totals(frame)
+    has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells), "blocks": len(totals.cells)}
     has |= {name: len(drawn) for name, drawn in pictures.items()}
     return environment.get_template("page.html").render(
         frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, summary=summary,
-        standings=standings, refused=refused, checked=checked, not_run=not_run, all=tables.everything(frame),
+        standings=standings, refused=refused, checked=checked, not_run=not_run, totals=totals,
+        all=tables.everything(frame),
         titles={name: title for name, title in SECTIONS.items() if has.get(name)},
         num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
         days=sorted({when[:10] for when in lines["time_utc"] if when}),

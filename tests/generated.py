@@ -1,59 +1,39 @@
-"""Parts of documents that the program writes: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""Parts of documents that tests write: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
-README's line of measured speed-ups and the tables of docs/measured.md come from results/, the table of collectives from
-the planner. Tests compare them.
+README's line of measured speed-ups and the tables of docs/measured.md come from results/.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 import pandas as pd
 
-from fusedtp.files import read_text, replace
-
-from .cases import SHORT_DTYPES, TITLES
-from .frames import cases, each, frame_of, overall, plain, records, timed
-from .store import MAX_BYTES, Measurement
-from .tables import milliseconds
-
-
-class NoCase(ValueError):
-    """Rows without what a table is made of."""
+from fusedtp.bench.cases import SHORT_DTYPES, TITLES
+from fusedtp.bench.frames import cases, each, frame_of, overall, records, timed
+from fusedtp.bench.store import Measurement
+from fusedtp.bench.tables import milliseconds
 
 
 def replaced(document: str, name: str, content: str) -> str:
-    """Return the document with the part `name` replaced; ValueError where it does not have exactly one.
-
-    The ends of its lines stay as they are.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    lines = document.splitlines(keepends=True)
-    places = [[at for at, line in enumerate(lines) if mark in line] for mark in (begin, end)]
-    for mark, found in zip((begin, end), places, strict=True):
-        if len(found) != 1 or document.count(mark) != 1:
-            where = f" in lines {', '.join(str(at + 1) for at in found[:8])}" if found else ""
-            raise ValueError(f"there must be one line with {mark}, got {document.count(mark)}{where}")
-    (first,), (last,) = places
-    if first >= last:
-        raise ValueError(f"line {first + 1} with {begin} must come before line {last + 1} with {end}")
-    for mark, at in ((begin, first), (end, last)):
-        if lines[at].strip() != mark:
-            raise ValueError(f"line {at + 1} must be {mark} and no more, got {lines[at].strip()[:80]!r}")
-    ending = "\r\n" if lines[first].endswith("\r\n") else "\n"
-    made = "".join(line + ending for line in content.strip().splitlines())
-    return "".join((*lines[: first + 1], made, *lines[last:]))
+    """The document with the part `name` replaced."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
+    assert document.count(begin) == document.count(end) == 1, name
+    before, _, rest = document.partition(begin)
+    return f"{before}{begin}{content.strip()}\n{end}{rest.partition(end)[2]}"
 
 
-def rewrite(path: Path, name: str, content: str) -> None:
-    """Replace the document at `path`, as a whole, by one with the part `name` replaced; ValueError naming it."""
-    try:
-        text = replaced(read_text(path, max_bytes=MAX_BYTES), name, content)
-    except ValueError as error:
-        raise ValueError(f"{path} stays as it is: {error}") from error
-    replace(path, text.encode())
+def as_written(path: Path, name: str, content: str, variable: str) -> None:
+    """The document has this content, or gets it where the environment has `variable`=write."""
+    text = path.read_text()
+    made = replaced(text, name, content)
+    if os.environ.get(variable) == "write":
+        path.write_text(made)
+    else:
+        assert text == made, f"{variable}=write writes it anew"
 
 
 def measured_line(rows: Sequence[Measurement]) -> str:
@@ -66,13 +46,11 @@ def measured_line(rows: Sequence[Measurement]) -> str:
             if found["schedule"] == "decomposed":
                 ends = f"{found['worst']:.2f} to {found['best']:.2f}"
                 counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
-                what = name or f"matmuls of {_plain(each(lines, 'model'))}"
+                what = name or f"matmuls of {each(lines, 'model')}"
                 said.append(f"{found['mean']:.2f}x over {found['cases']} {what} ({ends}; {counts})")
-    if not said:
-        raise NoCase("no timed case on two ranks or more")
     first = records(frame)[0]
     return (
-        f"- Measured, {first['cores']} cores of {_plain(first['cpu'])}, 2 and 4 ranks, forward, `decomposed` over "
+        f"- Measured, {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, `decomposed` over "
         f"`unfused`: {' and '.join(said)}. Means are geometric."
     )
 
@@ -80,10 +58,8 @@ def measured_line(rows: Sequence[Measurement]) -> str:
 def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
     """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
     frame = frame_of(rows)
-    shown = plain(frame[frame["direction"] == "forward"])
+    shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
-    if shown.empty:
-        raise NoCase(f"no timed case with {world_size} ranks in {dtype}")
     lines = [
         "| op | M x N x K | matmul alone | unfused | decomposed | speed-up | of matmul |",
         "|---|---|---:|---:|---:|---:|---:|",
@@ -96,17 +72,32 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
             numbers += [f"{ratio:.2f}" for ratio in ours]
             lines.append(f"| {TITLES[first['op']]} | {first['size']} | {' | '.join(numbers)} |")
     first, commits = records(shown)[0], each(shown.assign(commit=shown["commit"].str[:12]), "commit")
-    cpu = f"{_plain(first['cpu'])} ({first['cores']} cores)"
+    cpu = f"{first['cpu']} ({first['cores']} cores)"
     lines += [
         "",
         f"Medians in ms over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
-        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {_plain(first['torch'])}, commit {_plain(commits)}. Speed-up: unfused / "
+        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. Speed-up: unfused / "
         "decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more where chunks "
         "suit the caches better than the whole.",
     ]
     return "\n".join(lines)
 
 
-def _plain(text: str) -> str:
-    # Rows may come from elsewhere: no element, no mark, no line of a document comes out of a cell.
-    return escape(" ".join(text.split()), quote=False)
+def decode_table(frame: pd.DataFrame) -> str:
+    """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
+    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
+    parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
+    for (ranks, tokens), part in parts:
+        ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
+        columns = ours.speedup_vs_torch, ours.speedup_vs_dtensor, local.speedup_vs_torch
+        means = " | ".join(f"{statistics.geometric_mean(each):.2f}" for each in columns)
+        lines.append(f"| {ranks} | {tokens} | {means} |")
+    first, sizes = frame.iloc[0], frame[["N", "K"]].drop_duplicates().itertuples(index=False)
+    lines += [
+        "",
+        "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
+        f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
+        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
+        "+=, F.rms_norm. The bound is the speed-up with free communication.",
+    ]
+    return "\n".join(lines)

@@ -278,19 +278,6 @@ def test_explain_points_at_a_mistake_and_needs_something_to_explain() -> None:
     assert invoke("explain", "FSDP", "--sizes", "M").exit_code == 2
 
 
-def test_explain_writes_the_table_of_a_document(tmp_path: Path) -> None:
-    document = tmp_path / "doc.md"
-    document.write_text("before\n<!-- table:begin -->\nold\n<!-- table:end -->\nafter\n")
-    assert invoke("explain", "--write", document).exit_code == 0
-    text = document.read_text()
-    assert text.startswith("before\n<!-- table:begin -->\n| name |")
-    assert text.endswith("<!-- table:end -->\nafter\n")
-    assert "old" not in text
-    document.write_text("no marks")
-    assert invoke("explain", "--write", document).exit_code == 2
-    assert document.read_text() == "no marks"
-
-
 @pytest.mark.parametrize("command", ["mlp", "timeline"])
 def test_what_runs_on_cpus_is_refused_beside_a_gpu(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
