@@ -96,7 +96,6 @@ def sweep(
             min=1, callback=arguments.finite, help="Seconds that a case may hang, beside what its arithmetic takes."
         ),
     ] = 180.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = 0,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
     ] = False,
@@ -142,7 +141,7 @@ def sweep(
         world_sizes=arguments.ranks(world_size) if world_size is not None else None,
         shapes=tuple(arguments.shape(text) for text in shape or ()),
         tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
-        seconds=seconds, rounds=rounds, seed=seed, patience=patience, **given,
+        seconds=seconds, rounds=rounds, patience=patience, **given,
     )  # fmt: skip
     speaks = not is_launched or os.environ["RANK"] == "0"
     console = arguments.console() if speaks else Console(quiet=True)

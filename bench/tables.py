@@ -210,10 +210,10 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
     for first, case in cases(timed(frame[frame["direction"] == direction])):
         line, (longest, what) = _about(first), bound(case)
         line |= {f"{name}\nTFLOP/s": case["tflops"].get(name) for name in ("matmul", "own_matmul", *SCHEDULES)}
-        line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
+        line |= {f"{name}\nGB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
-        lines.append(line | {"bound, ms": longest, "bound": what, "bound / shortest": longest / shortest})
-    optional = ("algbw, GB/s", "busbw, GB/s", "own_matmul", "unfused", "matmul", "decomposed", "fused")
+        lines.append(line | {"bound\nms": longest, "bound": what, "bound /\nshortest": longest / shortest})
+    optional = ("algbw", "busbw", "own_matmul", "unfused", "matmul", "decomposed", "fused")
     return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "", optional)
 
 
