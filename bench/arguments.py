@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,24 +39,28 @@ def console() -> Console:
 
 @contextlib.contextmanager
 def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) -> Iterator[Callable[[], None]]:
-    """Yield what is called after each step: it moves a bar, or prints a line in a log, with the time left.
+    """Yield a function to call after each step: it moves a bar, or prints a line in a log, with the time left.
 
     Ctrl-C says what was `kept`, and exits with 130.
 
     - steps: what each does, and about how many seconds it takes.
     """
     total, begin = sum(seconds for _, seconds in steps), time.monotonic()
-    console.print(f"{len(steps)} steps, about {duration(total)}; Ctrl-C ends it")
-    columns = (TextColumn("{task.completed:.0f} s of about {task.total:.0f}"), BarColumn(12), "{task.description}")
+    console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
+    columns = (TimeElapsedColumn(), BarColumn(12), "{task.fields[left]} left: {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, left = bar.add_task(f"start of ranks, {steps[0][0]}", total=total), iter(enumerate(steps, 1))
+        task, left = (
+            bar.add_task(f"start of ranks, {steps[0][0]}", total=total, left=duration(total)),
+            iter(enumerate(steps, 1)),
+        )
 
         def done() -> None:
             number, (text, _) = next(left)
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
             # The rest goes as fast as what is over did.
-            rest *= past / (total - rest)
-            bar.update(task, completed=past, total=past + rest, description=steps[min(number, len(steps) - 1)][0])
+            rest *= past / max(total - rest, 1e-3)
+            next_text = steps[min(number, len(steps) - 1)][0]
+            bar.update(task, completed=past, total=past + rest, left=duration(rest), description=next_text)
             if not console.is_terminal:
                 console.print(f"{number}/{len(steps)}, {duration(past)}, {duration(rest)} left: {text}")
 

@@ -199,7 +199,7 @@ MODELS = {
 LAYERS = ("attention qkv", "attention out", "mlp up", "mlp down")
 
 
-def block(model: str, tokens: int, world_size: int, dtype: str, seed: int = 0) -> list[Case]:
+def block(model: str, tokens: int, world_size: int, dtype: str) -> list[Case]:
     """Return the cases of one block, in the order of `LAYERS`.
 
     ValueError for a model that is not known, and where attention heads cannot be dealt out evenly: a head is never cut.
@@ -224,6 +224,6 @@ def block(model: str, tokens: int, world_size: int, dtype: str, seed: int = 0) -
         (MATMUL_REDUCE_SCATTER.name, sizes.hidden, sizes.intermediate),
     )
     return [
-        Case(op, tokens, N, K, dtype, world_size, seed, model, tokens, layer)
+        Case(op, tokens, N, K, dtype, world_size, 0, model, tokens, layer)
         for layer, (op, N, K) in zip(LAYERS, matmuls, strict=True)
     ]

@@ -53,10 +53,8 @@ class WithProviders(TyperCommand):
         from .providers import listing
 
         super().format_help(ctx, formatter)
-        console = arguments.console()
-        console.print("Providers, of --baseline; by default all but tree and switch:")
-        for name, text in listing(describe().num_gpus):
-            console.print(f"  {name:20} {text}")
+        with formatter.section("Providers, of --baseline; by default all but tree and switch"):
+            formatter.write_dl(list(listing(describe().num_gpus)))
 
 
 @app.command(cls=WithProviders)
@@ -98,7 +96,6 @@ def sweep(
             min=1, callback=arguments.finite, help="Seconds that a case may hang, beside what its arithmetic takes."
         ),
     ] = 180.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the operands.")] = 0,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
     ] = False,
@@ -144,7 +141,7 @@ def sweep(
         world_sizes=arguments.ranks(world_size) if world_size is not None else None,
         shapes=tuple(arguments.shape(text) for text in shape or ()),
         tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
-        seconds=seconds, rounds=rounds, seed=seed, patience=patience, **given,
+        seconds=seconds, rounds=rounds, patience=patience, **given,
     )  # fmt: skip
     speaks = not is_launched or os.environ["RANK"] == "0"
     console = arguments.console() if speaks else Console(quiet=True)
@@ -199,22 +196,33 @@ def train(
 
     On a 2 x 2 mesh of CPU ranks, and in one process, which is the reference.
     """
+    from . import train as training
     from .cases import ranks
     from .machine import describe
-    from .train import Training, compare, of_order
 
     arguments.order(order, 4)
     console = arguments.console()
     folder = arguments.folder(out, describe().name)
-    curves = compare(Training(steps=steps, order=order), min(fused_steps, steps), folder)
+    settings, csv = training.Training(steps=steps, order=order), folder / "train.csv"
+    seconds = {"process": 0.05, "fused": 3.0}
+    planned = [
+        (f"{name}, {num} steps", num * seconds.get(name.rpartition(" ")[2], 0.2))
+        for name, num in training.runs(settings, min(fused_steps, steps)).items()
+    ]
+    with arguments.progress(console, planned, f"{csv} is as it was") as done:
+        curves = training.compare(settings, min(fused_steps, steps), folder, done)
     reference, *_ = curves.values()
     for name, losses in curves.items():
         far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
         console.print(f"{name:24} {len(losses):3} steps  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
-    console.print(f"curves: {folder / 'train.csv'}, {folder / 'train.png'}")
-    for num_ranks, batch, same, far in of_order(order):
-        bits = "the same bits" if same else f"other bits, off by {far:.1e}"
-        console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {bits}")
+    console.print(f"curves: {csv}, picture: {csv.stem}.png", soft_wrap=True)
+    sizes = (1, 2, 4)
+    planned = [(f"log-probabilities on {ranks(size)}", 10.0) for size in sizes]
+    with arguments.progress(console, planned, f"the curves are in {csv}") as done:
+        bits = training.compare_bits(training.of_order(order), sizes, done)
+    for num_ranks, batch, same, far in bits:
+        told = "the same bits" if same else f"other bits, off by {far:.1e}"
+        console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {told}")
 
 
 def _layer(name: str, about: str) -> None:
@@ -275,8 +283,13 @@ def overhead(
     That is what it takes on CPU ranks beside what it is for.
     """
     from . import layers
+    from .cases import ranks
 
-    layers.overhead_table(layers.overhead(out, rounds)).print(arguments.console())
+    console = arguments.console()
+    steps = [(ranks(size), 0.5 * rounds) for size in (1, 2)]
+    with arguments.progress(console, steps, f"{out} is as it was") as done:
+        frame = layers.overhead(out, rounds, done)
+    layers.overhead_table(frame).print(console)
 
 
 @app.command()

@@ -171,18 +171,19 @@ def _bounded() -> Iterator[None]:
 
 
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
+    from rich.padding import Padding
+
     from fusedtp.styles.decoders import matching, told, whole
 
-    from .tables import CellTable
-
-    lines = []
+    console = arguments.console()
+    console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
     for pattern, each in styles.items():
         found = [module for _, module in matching(model, pattern)]
         # What is packed is taken apart first; its parts are not there yet.
         kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed one"
-        lines += [{"module": pattern, "is": kind, "style": repr(style)} for style in each]
-    console = arguments.console()
-    CellTable.of("plan", f"{type(model).__name__} over {world_size} ranks", lines).print(console)
+        console.print(f"{pattern or 'the model'}: {kind}")
+        for style in each:
+            console.print(Padding(repr(style), (0, 0, 0, 4), expand=False))
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
     each_gb = num_bytes * (share + (1 - share) / world_size) / 1e9

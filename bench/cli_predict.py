@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -117,7 +116,7 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
     first, lines = predictions[0], []
     for each, size in zip(predictions, sizes, strict=True):
         times = {name: getattr(each, f"{name}_us") for name in ("unfused", "decomposed", "fused")}
-        times["bound"] = each.ceiling_us
+        times["bound"] = each.bound_us
         parts: dict[str, float | None] = {"matmul": each.matmul_us if each.flops else None, "comm": each.comm_us}
         parts["cast"] = each.cast_us or None
         if each.network_us:
@@ -176,7 +175,6 @@ def explain(
     dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
     hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
-    write: Annotated[Path | None, typer.Option(help="Document whose table of collectives is written again.")] = None,
 ) -> None:
     """Show the steps, bytes and FLOPs of a sharded matmul.
 
@@ -186,18 +184,10 @@ def explain(
     from fusedtp.cost.hardware import OCP, find
     from fusedtp.explain import table_markdown
 
-    from . import generated
-
-    if (spec is None) != (table or write is not None):
-        raise typer.BadParameter("give a notation string, or --table, or --write FILE")
+    if (spec is None) != table:
+        raise typer.BadParameter("give a notation string, or --table")
     if spec is None:
-        if table:
-            typer.echo(table_markdown())
-        if write is not None:
-            try:
-                generated.rewrite(write, "table", table_markdown())
-            except (ValueError, OSError) as error:
-                raise typer.BadParameter(str(error)) from error
+        typer.echo(table_markdown())
         return
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
@@ -222,10 +212,10 @@ def _explained(found: Explanation, console: Console) -> None:
     console.print(f"{found.spec}\n{found.given}".strip())
     for phase in found.phases:
         console.print()
-        lines: list[dict[str, object]] = []
+        lines: list[dict[str, Any]] = []
         together = ""
         for line in phase.lines:
-            cells: dict[str, object] = {"step": f"{line.step}{', fused' * line.step.fused}"}
+            cells: dict[str, Any] = {"step": f"{line.step}{', fused' * line.step.fused}"}
             cells |= {"a rank sends or computes": line.amount} if line.sent is None else amounts(line.sent, line.flops)
             if line.predicted is not None:
                 is_matmul = not line.step.is_collective
@@ -234,11 +224,12 @@ def _explained(found: Explanation, console: Console) -> None:
                     together = ", ".join(f"{name} {us:.1f} us" for name, us in line.predicted.times.items())
             lines.append(cells)
         if phase.sent is not None and len(lines) > 1:
-            lines.append({"step": "total", **amounts(phase.sent, phase.flops)})
+            us = [cells["alone\nus"] for cells in lines if "alone\nus" in cells]
+            lines.append({"step": "total", **amounts(phase.sent, phase.flops), "alone\nus": sum(us) if us else None})
         CellTable.of("phase", f"{phase.formula}: {phase.notation}", lines).print(console)
         if together:
             console.print(f"matmul and collective together: {together}")
-        console.print(f"({phase.reason})")
+        console.print(f"Taken: {phase.reason}.")
     if all(phase.sent is not None for phase in found.phases):
         sent, flops = (sum(getattr(phase, name) for phase in found.phases) for name in ("sent", "flops"))
         total = f"{quantity(sent, 'B')} and computes {quantity(flops, 'FLOP')}"

@@ -44,12 +44,12 @@ def report(
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console, verbose=verbose)
         if drawing.picture(stored, path.with_suffix(".png")):
-            console.print(f"picture: {path.with_suffix('.png')}")
+            console.print(f"picture: {path.with_suffix('.png')}", soft_wrap=True)
         if malformed := drawing.write([*stored, *modelled], path):
             console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)
         pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
-        console.print(f"page: {path.with_suffix('.html')}{pictures}")
+        console.print(f"page: {path.with_suffix('.html')}{pictures}", soft_wrap=True)
 
 
 @app.command()
@@ -125,7 +125,9 @@ def timeline(
     case = Case(op, *arguments.shape(shape), dtype, world_size)
     path = arguments.folder(out, machine.name) / "timeline.json"
     try:
-        found = recorded.timeline(case, schedules, rounds, machine)
+        with arguments.progress(console, [(f"{case}, {rounds} rounds", 10.0)], f"{path} is as it was") as done:
+            found = recorded.timeline(case, schedules, rounds, machine)
+            done()
     except RankError as error:
         console.print(str(error))
         raise typer.Exit(1) from error
@@ -133,4 +135,5 @@ def timeline(
     recorded.picture(found, path.with_suffix(".png"))
     for line in recorded.remarks(found):
         console.print(line)
-    console.print(f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}")
+    told = f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}"
+    console.print(told, soft_wrap=True)

@@ -62,13 +62,18 @@ def tune(
 
     The columns:
 
-    - travels: rows x columns of what is sent, of all ranks together
-    - third: the product's remaining length on a rank, none for a collective alone
-    - unfused, decomposed, fused: the median of the slowest rank, and where there is room its quartiles, 25 to 75 %
-    - fastest: the schedule with the least median
-    - by: how many times as long the next one takes at least, by the 95 % interval of the ratio
+    \b
+    travels     rows x columns of what is sent, of all ranks together
+    third       the product's remaining length on a rank, none for a
+                collective alone
+    unfused, decomposed, fused
+                the median of the slowest rank, and where there is room its
+                quartiles, 25 to 75 %
+    fastest     the schedule with the least median
+    by          how many times as long the next one takes at least, by the
+                95 % interval of the ratio
 
-    Where that is not above 1 the difference is noise: auto takes what it would take without a measurement, unless that
+    Where `by` is not above 1 the difference is noise: auto takes what it would take without a measurement, unless that
     is slower beyond noise.
 
     With --kernels: which tile, how many warps and stages, and in a gather how many programs that push, are the fastest
@@ -112,12 +117,15 @@ def tune(
             console=console,
         )  # fmt: skip
         return
-    from .tune import tune as measure
+    from . import tune as measuring
 
-    samples, rates = measure(
-        world_sizes, dtypes, seconds=0.5 if seconds is None else seconds, num_gpus=num_gpus,
-        said=lambda text: console.print(text),
-    )  # fmt: skip
+    each_seconds = 0.5 if seconds is None else seconds
+    planned = list(measuring.steps(world_sizes, dtypes, num_gpus))
+    named = [measuring.about(step, each_seconds, num_gpus) for step in planned]
+    with arguments.progress(console, named, f"{target} is as it was") as done:
+        samples, rates = measuring.tune(
+            planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done
+        )  # fmt: skip
     table = tuning.Table(machine, tuple(samples), rates)
     before, _, ignored = tuning.load(target)
     if before is not None:
@@ -257,14 +265,20 @@ def tune_tiles(
         said(INTERPRETED)
     results: list[TileSearch] = []
 
-    def done(found: TileSearch) -> None:
+    def done(found: TileSearch | None) -> None:
         nonlocal table
-        results.append(found)
-        if num_gpus:
-            table = table.updated(tuning.Table(table.machine, (), {}, (found.tuned(),)))
-            tuning.write(target, tuning.dump(table))
+        if found is not None:
+            results.append(found)
+            if num_gpus:
+                table = table.updated(tuning.Table(table.machine, (), {}, (found.tuned(),)))
+                tuning.write(target, tuning.dump(table))
+        step()
 
-    left = tune_kernels(wanted, seconds=seconds, num_gpus=num_gpus, said=said, done=done) if wanted else []
+    left: list[Case] = []
+    if wanted:
+        kept = f"the tiles found are in {target}, the same command goes on" if num_gpus else "nothing is kept"
+        with arguments.progress(console, [(str(case), seconds / len(wanted)) for case in wanted], kept) as step:
+            left = tune_kernels(wanted, seconds=seconds, num_gpus=num_gpus, said=said, done=done)
     show_tiles([each.tuned() for each in results], "measured on this machine" if num_gpus else INTERPRETED, console)
     if left:
         goes_on = ": the same command goes on with them" if num_gpus else ""

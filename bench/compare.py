@@ -8,7 +8,7 @@ did not change one in twenty will (at 95 %).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
@@ -24,14 +24,7 @@ if TYPE_CHECKING:
 
 # what may differ without making the comparison meaningless, but must be known to whoever reads it
 _CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver")
-# by what two files of rows can be unlike, as it is said
-_UNLIKE: dict[str, Callable[[Measurement], str]] = {
-    "op": lambda row: TITLES.get(row.op, row.op), "model": lambda row: row.model or "none",
-    "size": lambda row: f"{row.M} x {row.N} x {row.K}", "dtype": lambda row: SHORT_DTYPES.get(row.dtype, row.dtype),
-    "ranks": lambda row: str(row.world_size), "direction": lambda row: row.direction,
-    "variant": lambda row: row.variant,
-}  # fmt: skip
-# More rows of one kind, or names of what they are, than this are counted and not listed.
+# more rows of one kind than this are counted and not listed
 _LISTED = 3
 
 
@@ -130,34 +123,16 @@ def in_common(found: Comparison) -> str:
     return f"Timed rows: {len(found.before)} in A, {len(found.after)} in B, {both} in both (same case and variant)."
 
 
-def unlike(rows: Iterable[Measurement], others: Iterable[Measurement]) -> str:
-    """Return what these rows are of that none of the others is, in words."""
-    rows, others, found = list(rows), list(others), []
-    for name, words in _UNLIKE.items():
-        known = {words(row) for row in others}
-        if new := [each for each in dict.fromkeys(map(words, rows)) if each not in known]:
-            more = f" and {len(new) - _LISTED} more" if len(new) > _LISTED else ""
-            found.append(f"{name} {', '.join(new[:_LISTED])}{more}")
-    return "; ".join(found) or "other combinations of what both have"
-
-
 def _apart(found: Comparison, everything: bool) -> list[str]:
     # What could not be compared, and why: listed where it is little or everything is wanted, else counted.
-    told = []
-    alone = ("A", found.only_before, found.before, found.after), ("B", found.only_after, found.after, found.before)
-    for name, only, rows, others in alone:
-        if everything or len(only) <= _LISTED:
-            told += [f"only in {name}: {described(row)}" for row in only]
-        else:
-            told.append(f"only in {name}: {len(only)} of {len(rows)} rows ({unlike(only, others)}); --all lists them")
-    lost: dict[str, list[Measurement]] = {}
+    kinds = {"only in A": found.only_before, "only in B": found.only_after}
     for a, b in found.lost:
         name, other, row = ("A", "B", a) if measured(a) is None else ("B", "A", b)
         why = "not timed" if row.passed else row.gate
-        lost.setdefault(f"timed in {other}, not in {name} ({why})", []).append(b)
-    if found.without_baseline:
-        lost[f"no time of {BASELINE} in the same case, compared with --absolute only"] = found.without_baseline
-    for why, rows in lost.items():
+        kinds.setdefault(f"timed in {other}, not in {name} ({why})", []).append(b)
+    kinds[f"no time of {BASELINE} in the same case, compared with --absolute only"] = found.without_baseline
+    told = []
+    for why, rows in kinds.items():
         if everything or len(rows) <= _LISTED:
             told += [f"{why}: {described(row)}" for row in rows]
         else:

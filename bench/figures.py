@@ -3,78 +3,99 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import textwrap
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from . import theme
-from .cases import ALONE, SCHEDULES, TITLES, ranks
-from .frames import BASELINE, blocks, bound, cases, compared, each, parts, plain, records, timed
+from .cases import ALONE, TITLES, ranks
+from .frames import BASELINE, bound, cases, compared, each, parts, records, timed
 from .tables import milliseconds
 
 
 def overview(frame: pd.DataFrame) -> Any:
-    """Return the picture beside the rows: a column an op, a row a direction and number of ranks, a line a case.
+    """Return the picture beside the rows: speed-ups over unfused, a panel an op or a model, a bar a variant of a case.
 
-    None when no row has a time. Time is on a logarithmic axis that all panels share. A tick is the unsplit matmul
-    alone, a marker the median of a schedule or a provider with its 20-80 % range, the number on the right the best
-    schedule's speed-up over unfused.
+    None when nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey
+    where its interval has 1 in it. Cases are sorted by tokens. All panels share one logarithmic axis.
     """
-    shown = plain(frame)
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    every = compared(frame)
+    shown = every[every["variant"] != "auto"]
+    shown = every if shown.empty else shown
     if shown.empty:
         return None
-    ops = [op for (op,), _ in parts(shown, "op")]
-    rows = [(key, dict(parts(members, "op"))) for key, members in parts(shown, "direction", "world_size")]
-    lines = [{op: list(cases(panel)) for (op,), panel in panels.items()} for _, panels in rows]
-    heights = [max(map(len, panels.values())) for panels in lines]
-    # no less than the legend and the words below take
-    width = max(9.2, 5.0 * len(ops) + 0.5)
-    drawn, axes = theme.panels(heights, len(ops), line=0.27, row=0.9, width=width, sharex=True)
-    for down, ((direction, size), _) in enumerate(rows):
-        for axis, op in zip(axes[down], ops, strict=True):
-            _cases(axis, lines[down].get(op, []), heights[down])
-            axis.set_title(f"{TITLES[op]}, {direction}, {ranks(size)}")
-    for axis in axes[-1]:
-        axis.set_xlabel("time, ms (log scale)")
-    theme.legend(drawn)
+    shown = shown.assign(low=shown["low"].clip(lower=_LEAST), high=shown["high"].clip(upper=1 / _LEAST))
+    titles = shown["op"].map(TITLES).astype(str).mask(shown["model"] != "", shown["model"])
+    found = [
+        (str(title), list(parts(panel, "direction", "world_size")))
+        for title, panel in shown.groupby(titles, sort=False)
+    ]
+    heights = [sum(1.2 + len(group) + 0.6 * group["place"].nunique() for _, group in groups) for _, groups in found]
+    num_columns = min(2, len(found))
+    rows = [max(heights[at : at + num_columns]) for at in range(0, len(found), num_columns)]
+    drawn, axes = theme.panels(rows, num_columns, line=0.135, row=0.65, sharex=True)
+    for axis, (title, groups), height in zip(axes.flat, found, np.repeat(rows, num_columns), strict=False):
+        axis.set_title(title, fontweight="bold")
+        axis.axvline(1.0, color=theme.colour("ink"), linewidth=0.9, zorder=1)
+        _speedups(axis, groups, height)
+    for axis in axes.flat[len(found) :]:
+        axis.set_axis_off()
+    axes[0, 0].set(xscale="log", xlim=(min(0.5, shown["low"].min()) / 1.05, 1.05 * max(2.0, shown["high"].max())))
+    axes[0, 0].xaxis.set(major_locator=LogLocator(base=2), minor_locator=NullLocator())
+    axes[0, 0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    handles = {name: Patch(facecolor=theme.colour(name)) for (name,), _ in parts(shown, "variant")}
+    handles["no difference: the interval has 1 in it"] = Patch(facecolor=_GREY, edgecolor=theme.colour("muted"))
+    theme.legend(drawn, handles | {"95 % interval": Line2D([], [], color=theme.colour("ink"), linewidth=0.9)})
     commits = (shown["commit"] + shown["dirty"].map({True: "+", False: ""})).to_frame("commit")
     where = f"{each(shown, 'hardware')}. torch {each(shown, 'torch')}, commit {each(commits, 'commit')}"
-    how = "Markers are medians. Speed-up: the best schedule's over unfused. M x N x K are global sizes."
-    drawn.supxlabel(f"{where} (+: with changes).\n{how}", fontsize=8, color=theme.colour("muted"), x=0.01, ha="left")
+    how = "Speed-up: the time of unfused over this one's, in the same rounds. M x N x K are global sizes."
+    said = "\n".join(line for text in (f"{where} (+: with changes).", how) for line in textwrap.wrap(text, 120))
+    drawn.supxlabel(said, fontsize=7.5, color=theme.colour("muted"), x=0.01, ha="left")
     return drawn
 
 
-def _cases(axes: Any, lines: list[tuple[dict[str, Any], pd.DataFrame]], height: int) -> None:
-    names = {}
-    for at, (first, case) in enumerate(lines):
-        whole = case.drop([*ALONE, "auto"], errors="ignore")
-        both = case["median_ms"].reindex(["matmul", *whole.index]).dropna()
-        axes.plot([both.min(), both.max()], [at, at], color=theme.colour("line"), linewidth=3, zorder=1)
-        if "matmul" in both:
-            style = {"color": theme.colour("ink"), "markersize": 13, "markeredgewidth": 2, "linestyle": "none"}
-            axes.plot(both["matmul"], at, marker="|", label="matmul alone", **style)
-        for row in records(whole):
-            name, ends = row["variant"], [[row["median_ms"] - row["p20_ms"]], [row["p80_ms"] - row["median_ms"]]]
-            style = {"color": theme.colour(name), "markersize": 5.5, "elinewidth": 1.2, "capsize": 2.5, "zorder": 3}
-            label = f"{name} (20-80 %)"
-            axes.errorbar(row["median_ms"], at, xerr=ends, fmt=theme.marker(name), label=label, **style)
-        if (best := whole["speedup"].reindex(SCHEDULES[1:]).max()) > 0:
-            axes.text(1.02, at, f"{best:.2f}x", transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-        layer = f"{first['model']} {first['layer']}, " if first["model"] else ""
-        names[at] = f"{layer}{first['size']} {first['short_dtype']}"
-    if lines:
-        style = {"va": "bottom", "fontsize": 8, "color": theme.colour("muted")}
-        axes.text(1.02, 1.02, "speed-up", transform=axes.transAxes, **style)
-    else:
-        theme.not_measured(axes)
-    theme.log_scale(axes, "x")
-    theme.named_lines(axes, names, height)
-    axes.tick_params(axis="x", labelbottom=True)
-    axes.grid(axis="x")
+# of an interval, or its inverse: one that was not measured goes on without end
+_LEAST = 1 / 64
+_GREY = theme.colour("wait")
+
+
+def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: float) -> None:
+    # Groups by direction and number of ranks below each other, in each the cases.
+    at, names = 0.0, {}
+    on_left, on_right = {"x": -0.02, "ha": "right", "fontweight": "bold"}, {"x": 1.02, "ha": "left"}
+    style = {"transform": axis.get_yaxis_transform(), "va": "center_baseline", "fontsize": 7}
+    for (direction, size), group in groups:
+        axis.text(y=at, s=f"{direction}, {ranks(size)}", **style, **on_left)
+        at += 1.2
+        for _, case in group.sort_values(["M", "gflop", "dtype"], kind="stable").groupby("place", sort=False):
+            first = records(case)[0]
+            names[at + (len(case) - 1) / 2] = (
+                f"{first['layer']}, {first['where']}" if first["model"] else first["where"]
+            )
+            for row in records(case):
+                known, paint = row["low"] > 1 or row["high"] < 1, theme.colour(row["variant"])
+                face = {"facecolor": paint if known else _GREY, "edgecolor": paint, "linewidth": 0.7}
+                axis.barh(at, row["speedup"] - 1, left=1.0, height=0.82, zorder=2, **face)
+                axis.plot([row["low"], row["high"]], [at, at], color=theme.colour("ink"), linewidth=0.9, zorder=3)
+                axis.text(
+                    y=at,
+                    s=f"{row['speedup']:.2f}x",
+                    color=paint if known else theme.colour("muted"),
+                    **style,
+                    **on_right,
+                )
+                at += 1
+            at += 0.6
+    theme.named_lines(axis, names, height)
+    axis.tick_params(axis="x", labelbottom=True)
+    axis.grid(axis="x")
 
 
 # the longest side over the shortest, up to which a problem counts as square
@@ -144,105 +165,59 @@ def _curves(axis: Any, panel: pd.DataFrame) -> None:
 # colours are full at this ratio, or its inverse
 _FULL = np.log(2.0)
 _SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
-# on pale and on strong cells
-_ON_PALE, _ON_STRONG = "#141519", "#fcfcfb"
-
-Border: TypeAlias = tuple[tuple[float, float], tuple[float, float]]
 
 
 def speedup_map(frame: pd.DataFrame) -> Any:
-    """Speed-up over unfused by size and number of ranks, of one direction and model; None without a speed-up.
+    """Speed-up over unfused by size and number of ranks, of one direction and model; None without several of both.
 
-    A row a schedule, a column an op or a model's matmul. Blue is faster than unfused, orange slower, white the same, as
-    far from white as the ratio's logarithm. A thick line parts the sizes where a schedule is the faster from those
-    where it is not: the crossover. A ratio whose interval has 1 in it is written with a ~.
+    A row a schedule, a column an op or a model's matmul. Blue is faster than unfused, orange slower, as far from white
+    as the ratio's logarithm. A ratio whose interval has 1 in it is written with a ~, on white.
     """
-    from matplotlib.lines import Line2D
+    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
     shown = compared(frame)
+    several = shown.groupby("matmul", observed=True)[["where", "world_size"]].transform("nunique") > 1
+    shown = shown[several.all(axis=1)]
     if shown.empty:
         return None
-    ranks, matmuls = sorted(set(shown["world_size"])), [key for key, _ in parts(shown, "matmul")]
-    rows = [(variant, dict(parts(members, "matmul"))) for (variant,), members in parts(shown, "variant")]
-    lines = [max(panel["where"].nunique() for panel in panels.values()) for _, panels in rows]
+    shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
+    matmuls, rows = [key for (key,), _ in parts(shown, "matmul")], list(parts(shown, "variant"))
+    lines = [members.groupby("matmul", observed=True)["where"].nunique().max() for _, members in rows]
     drawn, axes = theme.panels(lines, len(matmuls), line=0.215, row=0.75)
-    for line, (variant, panels), height in zip(axes, rows, lines, strict=True):
+    for line, ((variant,), members), height in zip(axes, rows, lines, strict=True):
         for axis, matmul in zip(line, matmuls, strict=True):
-            axis.set_title(f"{variant}\n{matmul[0]}", fontsize=8.5)
-            _cells(axis, panels.get(matmul, shown.head(0)), ranks, height)
+            axis.set_title(f"{variant}\n{matmul}", fontsize=8.5, loc="center")
+            panel = members[members["matmul"] == matmul].sort_values(["dtype", "M", "gflop"])
+            cells = panel.assign(known=(panel["low"] > 1) | (panel["high"] < 1)).pivot_table(
+                index="where", columns="world_size", values=["speedup", "known"], sort=False
+            )
+            axis.spines[:].set_visible(False)
+            axis.tick_params(length=0)
+            if cells.empty:
+                theme.not_measured(axis)
+                axis.set(xticks=(), yticks=())
+                continue
+            speedups, known = cells["speedup"].sort_index(axis=1), cells["known"].sort_index(axis=1)
+            depth = np.log(speedups).where(known == 1, 0.0).where(speedups.notna())
+            edges = [np.arange(length + 1) - 0.5 for length in reversed(depth.shape)]
+            axis.pcolormesh(*edges, np.ma.masked_invalid(depth), cmap=shades, vmin=-_FULL, vmax=_FULL)
+            for (down, across), speedup in np.ndenumerate(speedups):
+                sure, strong = known.iloc[down, across] == 1, abs(depth.iloc[down, across]) > 0.62 * _FULL
+                text = "-" if np.isnan(speedup) else f"{'' if sure else '~'}{speedup:.2f}"
+                paint = theme.colour("on-bar" if strong else "ink")
+                axis.text(across, down, text, color=paint, ha="center", va="center_baseline", fontsize=7)
+            theme.named_lines(axis, dict(enumerate(speedups.index)), height)
+            axis.set_ylim(height - 0.5, -0.5)
+            axis.set_xticks(range(speedups.shape[1]), list(speedups.columns))
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
-    handles = {"faster than unfused": Patch(facecolor=_SHADES[2]), "slower": Patch(facecolor=_SHADES[0])}
-    theme.legend(drawn, handles | {"crossover, 1.00x": Line2D([], [], **_border())})
+    handles = {"faster than unfused": _SHADES[2], "slower": _SHADES[0], "~ no difference": _SHADES[1]}
+    theme.legend(drawn, {label: Patch(facecolor=shade) for label, shade in handles.items()})
     return drawn
 
 
-def _cells(axis: Any, panel: pd.DataFrame, ranks: Sequence[int], height: int) -> None:
-    from matplotlib.colors import LinearSegmentedColormap
-
-    kinds = panel.sort_values(["dtype", "M", "gflop"]).drop_duplicates("where").set_index("where")["dtype"]
-    cells = np.full((len(kinds), len(ranks)), np.nan)
-    style = {"ha": "center", "va": "center_baseline", "fontsize": 7}
-    for row in records(panel):
-        line, column, speedup = list(kinds.index).index(row["where"]), ranks.index(row["world_size"]), row["speedup"]
-        cells[line, column] = speedup
-        paint = _ON_STRONG if abs(np.log(speedup)) > 0.62 * _FULL else _ON_PALE
-        known = row["low"] > 1 or row["high"] < 1
-        axis.text(column, line, f"{speedup:.2f}" if known else f"~{speedup:.2f}", color=paint, **style)
-    for line, column in np.argwhere(np.isnan(cells)):
-        axis.text(column, line, "-", color=theme.colour("muted"), **style)
-    if kinds.empty:
-        theme.not_measured(axis)
-    else:
-        shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
-        edges = [np.arange(length + 1) - 0.5 for length in reversed(cells.shape)]
-        axis.pcolormesh(*edges, np.ma.masked_invalid(np.log(cells)), cmap=shades, vmin=-_FULL, vmax=_FULL)
-    for ends in borders(cells, list(kinds)):
-        axis.plot(*ends, zorder=3, **_border())
-    theme.named_lines(axis, dict(enumerate(kinds.index)), height)
-    axis.set(xlim=(-0.5, len(ranks) - 0.5), ylim=(height - 0.5, -0.5))
-    shown = [] if kinds.empty else ranks
-    axis.set_xticks(range(len(shown)), [str(size) for size in shown])
-    axis.tick_params(length=0)
-    axis.spines[:].set_visible(False)
-
-
-def _border() -> dict[str, Any]:
-    # dark with a pale edge, as cells are pale or strong
-    from matplotlib.patheffects import withStroke
-
-    edge = withStroke(linewidth=4.2, foreground=_ON_STRONG)
-    return {"color": _ON_PALE, "linewidth": 2.2, "solid_capstyle": "projecting", "path_effects": [edge]}
-
-
-def borders(cells: npt.NDArray[np.float64], kinds: Sequence[str]) -> list[Border]:
-    """Return the borders, as (two x, two y), between cells at or above 1 and their neighbours below it; NaN is neither.
-
-    kinds: of each line; lines of different kinds (dtypes) are no neighbours.
-    """
-    won = np.where(np.isnan(cells), np.nan, cells >= 1.0)
-    # a win beside a loss: they differ by one, and what is not measured by NaN
-    down, right = (np.argwhere(np.abs(np.diff(won, axis=axis)) == 1) for axis in (0, 1))
-    alike = [(line, column) for line, column in down if kinds[line] == kinds[line + 1]]
-    across: list[Border] = [((column - 0.5, column + 0.5), (line + 0.5, line + 0.5)) for line, column in alike]
-    return across + [((column + 0.5, column + 0.5), (line - 0.5, line + 0.5)) for line, column in right]
-
-
 PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "the rest"}
-
-
-@dataclass(frozen=True)
-class BarGroup:
-    """The bars of one case below a title: by name their parts in % by colour, and what is written behind them.
-
-    bound: across all of them, in %; 0 for none. by: what it is, in words.
-    """
-
-    title: str
-    bars: Mapping[str, tuple[Mapping[str, float], str]]
-    bound: float = 0.0
-    by: str = ""
 
 
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
@@ -253,7 +228,7 @@ def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, floa
 
 
 def time_parts(frame: pd.DataFrame) -> Any:
-    """Where the time of one direction, model and number of ranks goes, case by case, against what bounds it.
+    """Where the time of one direction, model and number of ranks goes, case by case, in % of unfused, and its bound.
 
     None where matmul and unfused were not both timed. A schedule's time is parted by what was measured alone in the
     same rounds: the matmul's time, then of what is beyond it at most the communication's (exposed: it was not hidden),
@@ -262,23 +237,45 @@ def time_parts(frame: pd.DataFrame) -> Any:
     """
     from matplotlib.lines import Line2D
 
-    columns: dict[str, list[BarGroup]] = {}
+    columns: dict[str, list[tuple[str, pd.DataFrame]]] = {}
     for (matmul,), members in parts(timed(frame[frame["world_size"] > 1]), "matmul"):
         for first, case in cases(members):
-            times, bars = case["median_ms"], {}
-            if not {"matmul", BASELINE} <= set(times.index):
-                continue
-            percent = 100 / times[BASELINE]
-            for name, ms in times.drop(list(ALONE), errors="ignore").items():
-                shares = account(ms, times["matmul"], times.get("comm", math.nan))
-                bars[str(name)] = {kind: percent * part for kind, part in shares.items()}, f"{milliseconds(ms)} ms"
-            longest, by = bound(case)
-            columns.setdefault(matmul, []).append(BarGroup(first["where"], bars, percent * longest if by else 0.0, by))
+            if {"matmul", BASELINE} <= set(case.index):
+                columns.setdefault(matmul, []).append((first["where"], case))
     if not columns:
         return None
-    drawn = _bars(columns)
-    found = {group.by for groups in columns.values() for group in groups if group.by}
-    lines = {f"bound: {by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(found)}
+    height = max(
+        sum(1.6 + len(case.index.difference(list(ALONE))) for _, case in groups) for groups in columns.values()
+    )
+    drawn, axes = theme.panels([height], len(columns), line=0.155, row=0.5, sharex=True)
+    longest, bounds = 0.0, set()
+    for axis, (title, groups) in zip(axes[0], columns.items(), strict=True):
+        at, names = 0.0, {}
+        for where, case in groups:
+            axis.text(0.0, at, where, fontsize=7, va="center")
+            times = case["median_ms"].drop(list(ALONE), errors="ignore")
+            percent, (bound_ms, by) = 100 / times[BASELINE], bound(case)
+            ends = percent * bound_ms if by else 0.0
+            if by:
+                axis.plot([ends] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(by))
+                bounds.add(by)
+            for name, ms in times.items():
+                at, left = at + 1, 0.0
+                for kind, part in account(
+                    ms, case["median_ms"]["matmul"], case["median_ms"].get("comm", math.nan)
+                ).items():
+                    axis.barh(at, percent * part, left=left, height=0.8, **theme.bar(kind))
+                    left += percent * part
+                names[at], longest = str(name), max(longest, left, ends)
+                # behind the bound where that is further on, not across it
+                style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
+                axis.text(max(left, ends) + 2, at, f"{milliseconds(ms)} ms", **style)
+            at += 1.6
+        theme.named_lines(axis, names, height)
+        axis.set(title=title, xlabel="% of unfused")
+        axis.grid(axis="x")
+    axes[0, 0].set_xlim(0, max(125.0, 1.35 * longest))
+    lines = {f"bound: {by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(bounds)}
     theme.legend(drawn, {label: kind for kind, label in PARTS.items()} | lines)
     return drawn
 
@@ -286,51 +283,3 @@ def time_parts(frame: pd.DataFrame) -> Any:
 def _bound_line(by: str) -> dict[str, Any]:
     # Through where the matmul bounds all schedules, broken where a collective bounds some of them.
     return {"color": theme.colour("ink"), "linewidth": 1.6, "linestyle": "-" if by == "matmul" else (0, (1.6, 1.0))}
-
-
-def block_parts(frame: pd.DataFrame) -> Any:
-    """Return what the matmuls of a whole block take, of one model, dtype and machine; None where no block is whole.
-
-    A column a direction, a group of bars a number of tokens and ranks.
-    """
-    columns: dict[str, list[BarGroup]] = {}
-    for shared, medians in blocks(frame):
-        base, bars = medians.get(BASELINE), {}
-        whole = base or max(medians.values())
-        for name, ms in medians.items():
-            gain = f", {base / ms:.2f}x" if base and name not in ("matmul", BASELINE) else ""
-            alone = name == "matmul"
-            if name not in ("comm", "own_matmul"):
-                words = f"{milliseconds(ms)} ms{gain}"
-                bars["matmul alone" if alone else name] = {"ink" if alone else name: 100 * ms / whole}, words
-        group = BarGroup(f"{shared['tokens']} tokens, {ranks(shared['world_size'])}", bars)
-        columns.setdefault(shared["direction"], []).append(group)
-    return _bars(columns) if columns else None
-
-
-def _bars(columns: Mapping[str, list[BarGroup]]) -> Any:
-    # A column of groups each, on axes of % of unfused.
-    height = max(sum(len(group.bars) + 1.6 for group in groups) for groups in columns.values())
-    drawn, axes = theme.panels([height], len(columns), line=0.155, row=0.5, sharex=True)
-    longest = 0.0
-    for axis, (title, groups) in zip(axes[0], columns.items(), strict=True):
-        at, names = 0.0, {}
-        for group in groups:
-            axis.text(0.0, at, group.title, fontsize=7, va="center")
-            if group.bound:
-                axis.plot([group.bound] * 2, [at + 0.5, at + len(group.bars) + 0.5], zorder=4, **_bound_line(group.by))
-            for name, (shares, words) in group.bars.items():
-                at, left = at + 1, 0.0
-                for kind, share in shares.items():
-                    axis.barh(at, share, left=left, height=0.35 if kind == "ink" else 0.8, **theme.bar(kind))
-                    left += share
-                names[at], longest = name, max(longest, left, group.bound)
-                # behind the bound where that is further on, not across it
-                style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-                axis.text(max(left, group.bound) + 2, at, words, **style)
-            at += 1.6
-        theme.named_lines(axis, names, height)
-        axis.set(title=title, xlabel="% of unfused")
-        axis.grid(axis="x")
-    axes[0, 0].set_xlim(0, max(125.0, 1.35 * longest))
-    return drawn

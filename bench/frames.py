@@ -88,13 +88,6 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
 
 
-def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the measured lines that belong to no model; of a direction in which all belong to one, those."""
-    lines = timed(frame)
-    alone = lines["model"] == ""
-    return lines[alone | ~lines["direction"].isin(lines["direction"][alone].unique())]
-
-
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
     """Return the values of these columns that lines have, each with its lines, in order."""
     return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))
@@ -122,7 +115,7 @@ def bound(case: pd.DataFrame) -> tuple[float, str]:
     (NaN, "") where it is not known. The matmul bounds every schedule; the collective only those that send through the
     backend, which decomposed and fused do not: theirs is another way.
     """
-    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["ceiling_ms"].dropna()
+    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["bound_ms"].dropna()
     longest = float(given.iloc[0]) if not given.empty else float(medians.max(skipna=False))
     if math.isnan(longest):
         return longest, ""

@@ -598,7 +598,11 @@ def gpu(
     if not torch.cuda.is_available() and not dry_run:
         raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")
     end = time.monotonic() + seconds - age() - END_SECONDS
-    counts = run_all(items, arguments.folder(out), end, dry_run=dry_run, commit=commit)
+    try:
+        counts = run_all(items, arguments.folder(out), end, dry_run=dry_run, commit=commit)
+    except KeyboardInterrupt:
+        print(f"Stopped: the rows so far are in {out}/gpu-*.csv")
+        raise typer.Exit(130) from None
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
     if set(counts) - {PASSED, NOT_RUN}:
         raise typer.Exit(1)

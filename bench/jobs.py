@@ -97,7 +97,6 @@ class Request:
     tokens: tuple[int, ...] = ()
     seconds: float = 1.0
     rounds: int | None = None
-    seed: int = 0
     patience: float = JOB_SECONDS
 
 
@@ -151,7 +150,7 @@ def plan(request: Request, num_gpus: int) -> list[Job]:
             continue
         for op in request.ops if clocked else ():
             for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):
-                case = Case(op, *shape, dtype, world_size, request.seed)
+                case = Case(op, *shape, dtype, world_size)
                 jobs.append(_timed(case, clocked, directions, request, num_gpus, said))
         checked = tuple(name for name in request.schedules if name not in clocked)
         if "fused" in checked:
@@ -191,7 +190,7 @@ def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Reques
         # `both` checks y, dx and dw in one run
         is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
         by_default = ("both",) if is_both else ("forward",)
-        case = Case(op, *shape, dtype, world_size, request.seed)
+        case = Case(op, *shape, dtype, world_size)
         asked = request.directions or by_default
         pairs = itertools.product(asked, variants)
         skipped = frozenset((each, name) for each, name in pairs if missing(name, case, each, num_gpus))
@@ -232,7 +231,7 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
         for model in request.models
         for tokens in request.tokens
         for dtype in dtypes
-        for case in block(model, tokens, world_size, dtype, request.seed)
+        for case in block(model, tokens, world_size, dtype)
         if case.op in request.ops
     ]
 

@@ -329,26 +329,6 @@ def run(
     return pd.DataFrame(rows)
 
 
-def decode_table(frame: pd.DataFrame) -> str:
-    """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
-    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
-    parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
-    for (ranks, tokens), part in parts:
-        ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
-        columns = ours.speedup_vs_torch, ours.speedup_vs_dtensor, local.speedup_vs_torch
-        means = " | ".join(f"{statistics.geometric_mean(each):.2f}" for each in columns)
-        lines.append(f"| {ranks} | {tokens} | {means} |")
-    first, sizes = frame.iloc[0], frame[["N", "K"]].drop_duplicates().itertuples(index=False)
-    lines += [
-        "",
-        "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
-        f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
-        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
-        "+=, F.rms_norm. The bound is the speed-up with free communication.",
-    ]
-    return "\n".join(lines)
-
-
 ROWS, FEATURES, CALLS, BATCH = 8, 64, 200, 10
 
 
@@ -397,8 +377,11 @@ def beside(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, floa
     return found
 
 
-def overhead(out: Path, rounds: int) -> pd.DataFrame:
-    """Append to a file a row a number of ranks and a direction: medians and quartiles of the slowest rank's time."""
+def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) -> pd.DataFrame:
+    """Append to a file a row a number of ranks and a direction: medians and quartiles of the slowest rank's time.
+
+    `done` is called after each number of ranks.
+    """
     machine, rows = describe(), []
     with RankPool(2) as pool:
         for world_size in (1, 2):
@@ -413,6 +396,7 @@ def overhead(out: Path, rounds: int) -> pd.DataFrame:
                     "beside_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1), "q3_us": round(quarters[2], 1),
                     "linear_us": round(linear_us, 1),
                 })  # fmt: skip
+            done()
     frame = pd.DataFrame(rows)
     frame.to_csv(out, mode="a", header=not out.exists(), index=False)
     return frame

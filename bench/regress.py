@@ -322,6 +322,9 @@ def regress(
     except ValueError as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped: {path} is as it was")
+        raise typer.Exit(130) from None
     if failures:
         typer.echo(f"slower than the baseline in {len(failures)} of {repeat}")
         if (busier := failures[-1]["matmul"]) > BUSY:

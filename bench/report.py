@@ -1,7 +1,7 @@
 """What a person reads, all of it made of rows: tables in the terminal, pictures, and a page that needs nothing else.
 
 The page fetches nothing: no network, no fonts, no files beside it. What came from outside (a gate's words, names,
-paths) is escaped. A kind of picture that rows lack leaves its section with the reason.
+paths) is escaped. A section is there if the rows have something for it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
 from .machine import slug
 from .store import PASSED, Measurement
-from .timeline import Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +41,6 @@ PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = 
     "time": (figures.time_curves, ("direction", "dtype")),
     "speedup": (figures.speedup_map, ("direction",)),
     "parts": (figures.time_parts, ("direction", "world_size")),
-    "blocks": (figures.block_parts, ("dtype",)),
 }
 
 
@@ -100,21 +98,19 @@ def write(rows: Sequence[Measurement], path: Path) -> str:
 
     Return why the timeline is not drawn, if it is malformed.
     """
-    recorded: Timeline | str = "no timeline.json is beside the rows; `fusedtp timeline` records one"
-    malformed = ""
+    recorded, malformed = None, ""
     if (beside := path.with_name("timeline.json")).exists():
         try:
             recorded = timeline.read(beside)
         except (ValueError, OSError) as error:
-            recorded = malformed = str(error)
+            malformed = str(error)
     frame, drawn = frame_of(rows), {}
     with theme.style():
         for section, (draw, columns) in PICTURES.items():
             pairs = ((words, draw(part)) for words, part in _groups(frame, columns))
             drawn[section] = [_kept(section, *pair, path) for pair in pairs if pair[1] is not None]
-        calls = [] if isinstance(recorded, str) else [("call", timeline.figure(recorded))]
-        drawn["timeline"] = [_kept("timeline", *pair, path) for pair in calls]
-    replace(path.with_suffix(".html"), page(frame, drawn, str(recorded)).encode())
+        drawn["timeline"] = [_kept("timeline", "call", timeline.figure(recorded), path)] if recorded else []
+    replace(path.with_suffix(".html"), page(frame, drawn).encode())
     return malformed
 
 
@@ -137,7 +133,16 @@ def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, 
         yield ", ".join([model or "single matmuls", *words, *on]), part
 
 
-def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_timeline: str = "") -> str:
+# The page's sections, in its order.
+SECTIONS = {
+    "short": "In short", "sizes": "From which size on each schedule is faster", "blocks": "A model's block",
+    "time": "Time against size", "speedup": "Speed-up over unfused", "parts": "Where the time goes",
+    "timeline": "Timeline of one call", "times": "Times and rates", "refused": "Refused or not run",
+    "checked": "Checked, not timed", "rows": "All rows",
+}  # fmt: skip
+
+
+def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
     """Return the whole document."""
     from jinja2 import Environment, PackageLoader
 
@@ -146,8 +151,17 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], no_time
     about = frame if lines.empty else lines
     crowded = (lines["gpu"] == "") & (lines["cores"] > 0) & (lines["world_size"] * lines["threads"] > lines["cores"])
     commits = (lines["commit"] + lines["dirty"].map({True: " with changes", False: ""})).mask(lines["commit"] == "", "")
+    summary, standings, refused = tables.summary(frame), tables.standings(frame), tables.refused(frame)
+    checked, not_run = tables.checked(frame), [line for each in tables.not_run(frame).values() for line in each]
+    has = {"short": len(summary.cells), "sizes": len(standings.cells), "times": len(lines), "rows": len(frame)}
+    totals = tables.totals(frame)
+    has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells), "blocks": len(totals.cells)}
+    has |= {name: len(drawn) for name, drawn in pictures.items()}
     return environment.get_template("page.html").render(
-        frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, no_timeline=no_timeline,
+        frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, summary=summary,
+        standings=standings, refused=refused, checked=checked, not_run=not_run, totals=totals,
+        all=tables.everything(frame),
+        titles={name: title for name, title in SECTIONS.items() if has.get(name)},
         num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
         days=sorted({when[:10] for when in lines["time_utc"] if when}),
         commits=each(lines.assign(commit=commits), "commit"),
@@ -182,7 +196,7 @@ def _row(measured: Measurement, median_ms: float, hardware: str) -> Measurement:
     nothing: dict[str, Any] = dict.fromkeys(
         ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "matmul_fraction", "tflops", "algbw_gbps", "busbw_gbps")
     )
-    nothing |= dict.fromkeys(("ceiling_ms", "overlap_efficiency", "max_error", "error_ratio"))
+    nothing |= dict.fromkeys(("bound_ms", "overlap_efficiency", "max_error", "error_ratio"))
     return changed(
         measured, median_ms=median_ms, rounds=0, gate=PASSED, predicted=True, path=f"cost model, {hardware}", **nothing
     )

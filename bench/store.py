@@ -47,7 +47,7 @@ class Measurement:
     baselines of others. rounds_ms: every round's time, in the order that the variants of a case share; empty in files
     from before they were kept. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's
     median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
-    definitions. ceiling_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
+    definitions. bound_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
     the matmul that is hidden. gate: "passed", "not run: " and the reason, or what is wrong; only what passed has a
     number. error_ratio: the largest error over what rounding may leave. interpreted: ran in Triton's interpreter,
     checked and not timed. predicted: from a model, not a clock.
@@ -75,7 +75,7 @@ class Measurement:
     tflops: float | None = None
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
-    ceiling_ms: float | None = None
+    bound_ms: float | None = None
     overlap_efficiency: float | None = None
     gate: str
     max_error: float | None = None
@@ -140,7 +140,7 @@ _WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
-    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "ceiling_ms"), (1e-9, 1e9)),
+    **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "bound_ms"), (1e-9, 1e9)),
     **dict.fromkeys(("speedup_vs_unfused", "matmul_fraction"), (1e-18, 1e18)),
     **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
     **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
@@ -272,13 +272,13 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
     n = case.world_size
     sent = traffic(case, direction) if n > 1 else []
     # A pass that sends nothing has the matmul alone as its bound, and nothing to hide.
-    ceiling = None if matmul is None else matmul if not sent else None if comm is None else max(matmul, comm)
+    bound = None if matmul is None else matmul if not sent else None if comm is None else max(matmul, comm)
     if variant == "comm":
         # bytes per ms are kB/s, and 1e6 of them GB/s
         algbw = sum(num_bytes for _, num_bytes in sent) / own / 1e6
         busbw = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
-        return {"ceiling_ms": ceiling} | ({"algbw_gbps": algbw, "busbw_gbps": busbw} if sent else {})
-    found = {"ceiling_ms": ceiling, "tflops": flops(case, direction) / own / 1e9}
+        return {"bound_ms": bound} | ({"algbw_gbps": algbw, "busbw_gbps": busbw} if sent else {})
+    found = {"bound_ms": bound, "tflops": flops(case, direction) / own / 1e9}
     whole = variant not in ALONE
     if (whole or variant == "own_matmul") and matmul:
         found["matmul_fraction"] = matmul / own

@@ -29,21 +29,19 @@ def milliseconds(value: float, digits: int = 3) -> str:
 
 
 SIZE = "M x N x K"
-# Of a heading, or of its last line, as a variant may have any name; other numbers have three digits.
+# Of a heading's last line, or the one above a schedule's name, as a variant may have any name; other numbers have three
+# digits.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
-    **dict.fromkeys(
-        ("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "ceiling_ms"), partial(milliseconds, digits=4)
-    ),
+    **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
     **dict.fromkeys(("ms, +-", "25 to 75 %"), "{}"),
 }
 BOUND = (
-    "bound: the longer of the matmul and the backend's collective, each alone, and which it is. The matmul bounds "
-    "every schedule, but for chunks that suit the caches better than the whole. The collective bounds what sends "
-    "through the backend: unfused, and torch's own. decomposed and fused write into memory that the ranks share "
-    "instead, and may end before it: bound / shortest is above 1 then."
+    "bound: the longer of the matmul and the backend's collective, each alone, and which it is. bound / shortest is "
+    "above 1 where chunks fit the caches better than the whole matmul, or where the collective is the bound: "
+    "decomposed and fused do not send through the backend, but write into memory that the ranks share."
 )
 
 
@@ -69,7 +67,10 @@ class CellTable:
     @property
     def numbers(self) -> dict[str, Format]:
         """The formats of the columns at the right; the others are text."""
-        known = {str(name): FORMATS.get(str(name).rpartition("\n")[2]) for name in self.cells}
+        ends = {str(name): str(name).split("\n") for name in self.cells}
+        known = {
+            name: FORMATS.get(line[0] if line[-1] in (*SCHEDULES, "auto") else line[-1]) for name, line in ends.items()
+        }
         plain = {str(name): milliseconds for name in self.cells.select_dtypes("number")}
         return plain | {name: how for name, how in known.items() if how}
 
@@ -181,7 +182,7 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
         for name in SCHEDULES:
             line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
         for name, what in ((name, what) for what in _RATIOS for name in SCHEDULES[1:]):
-            line[f"{name}\n{what}"] = case[_RATIOS[what]].get(name)
+            line[f"{what}\n{name}"] = case[_RATIOS[what]].get(name)
         line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in SCHEDULES}
         lines.append(line)
     note = (
@@ -190,6 +191,11 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
         "this schedule. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the share of "
         "unfused - matmul, the exposed communication, that this schedule saves."
     )
+    if (beyond := shown["matmul_fraction"].where(shown["variant"].isin(SCHEDULES)).max()) > 1:
+        note += (
+            f" of matmul is above 1, up to {beyond:.2f}, and hidden above 100 %, where a schedule multiplies chunk by "
+            "chunk and chunks fit the caches better than the whole."
+        )
     optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul")
     return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
 
@@ -204,10 +210,10 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
     for first, case in cases(timed(frame[frame["direction"] == direction])):
         line, (longest, what) = _about(first), bound(case)
         line |= {f"{name}\nTFLOP/s": case["tflops"].get(name) for name in ("matmul", "own_matmul", *SCHEDULES)}
-        line |= {f"{name}, GB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
+        line |= {f"{name}\nGB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
-        lines.append(line | {"bound, ms": longest, "bound": what, "bound / shortest": longest / shortest})
-    optional = ("algbw, GB/s", "busbw, GB/s", "own_matmul", "unfused", "matmul", "decomposed", "fused")
+        lines.append(line | {"bound\nms": longest, "bound": what, "bound /\nshortest": longest / shortest})
+    optional = ("algbw", "busbw", "own_matmul", "unfused", "matmul", "decomposed", "fused")
     return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "", optional)
 
 
@@ -223,7 +229,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
         line["fastest"] = ours[best_ms] if best_ms else None
         line["speed-up"] = base / best_ms if base and best_ms else None
         line["of matmul"] = alone / best_ms if alone and best_ms else None
-        line["auto\nspeed-up"] = base / medians["auto"] if base and "auto" in medians else None
+        line["speed-up\nauto"] = base / medians["auto"] if base and "auto" in medians else None
         lines.append(line)
     optional = ("of matmul", "auto", "comm", "own_matmul", "dtype", "matmul")
     return CellTable.of("totals", "The matmuls of one transformer block together", lines, optional=optional)

@@ -52,7 +52,7 @@ RC: dict[str, Any] = {
     "axes.axisbelow": True, "grid.color": COLOURS["line"], "grid.linewidth": 0.8,
     "hatch.color": COLOURS["muted"], "hatch.linewidth": 0.5,
     # also that of the layout, which is found once for all files
-    "figure.dpi": 130, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
+    "figure.dpi": 160, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
     # names come out of files: a dollar sign is one
     "text.parse_math": False,
 }  # fmt: skip
@@ -88,7 +88,7 @@ def bar(kind: str, **more: Any) -> dict[str, Any]:
     return {"facecolor": colour(kind), "linewidth": 0.0, **hatched, **more}
 
 
-def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, width: float = 9.2, **more: Any) -> Any:
+def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, width: float = 8.0, **more: Any) -> Any:
     """Return a figure and its axes, [rows, columns]; a row is its number of lines x `line` + `row` inches high."""
     from matplotlib.figure import Figure
 

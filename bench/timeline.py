@@ -260,35 +260,51 @@ def remarks(found: Timeline) -> list[str]:
     return lines
 
 
+# Lanes of a rank: what it computes, and below it what it sends or waits for.
+_TRANSFERS = ("travel", "collective", "wait")
+
+
 def figure(found: Timeline) -> Any:
-    """Draw a panel a schedule and a line a rank over one axis of time; a bar's number is the rank of its chunk.
+    """Draw a panel a schedule, unfused first, and two lanes a rank over one axis of time: compute, and transfers.
 
     Within `theme.style`.
     """
-    names = {mark.rank: f"rank {mark.rank}" for mark in found.marks}
+    from matplotlib.lines import Line2D
+
+    ranks = sorted({mark.rank for mark in found.marks})
+    names = {2 * at + lane: f"rank {rank}, {what}" for at, rank in enumerate(ranks)
+             for lane, what in enumerate(("compute", "transfers"))}  # fmt: skip
     longest_us = max(mark.begin_us + mark.length_us for mark in found.marks)
-    drawn, axes = theme.panels([len(names)] * len(found.schedules), 1, line=0.34, row=0.65, sharex=True)
-    for axis, schedule in zip(axes[:, 0], found.schedules, strict=True):
+    schedules = sorted(found.schedules, key=BASELINE.__ne__)
+    drawn, axes = theme.panels([len(names)] * len(schedules), 1, line=0.24, row=0.6, sharex=True)
+    for axis, schedule in zip(axes[:, 0], schedules, strict=True):
         for mark in found.of(schedule):
-            left, length = mark.begin_us / 1e3, mark.length_us / 1e3
-            whole = mark.kind == "call"
-            edge = {} if whole or mark.kind == "wait" else {"edgecolor": theme.colour("paper"), "linewidth": 0.6}
-            face = theme.bar("line" if whole else mark.kind, zorder=1 if whole else 2, **edge)
-            axis.barh(mark.rank, length, left=left, height=0.84 if whole else 0.72, **face)
+            left, length, at = mark.begin_us / 1e3, mark.length_us / 1e3, 2 * ranks.index(mark.rank)
+            if mark.kind == "call":
+                axis.barh(at + 0.5, length, left=left, height=1.86, zorder=1, **theme.bar("line"))
+                continue
+            at += mark.kind in _TRANSFERS
+            edge = {} if mark.kind == "wait" else {"edgecolor": theme.colour("paper"), "linewidth": 0.6}
+            axis.barh(at, length, left=left, height=0.78, zorder=2, **theme.bar(mark.kind, **edge))
             if mark.peer >= 0 and mark.kind != "wait" and mark.length_us > 0.03 * longest_us:
                 style = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "color": theme.colour("on-bar")}
-                axis.text(left + length / 2, mark.rank, f"{mark.peer}", zorder=3, **style)
+                axis.text(left + length / 2, at, f"{mark.peer}", zorder=3, **style)
         last = found.last_ms(schedule)
         axis.axvline(last, color=theme.colour("ink"), linewidth=1.0, ymin=0.02, ymax=0.98)
         axis.set_title(f"{schedule}: {last:.3g} ms")
         theme.named_lines(axis, names, len(names))
     axes[-1, 0].set_xlabel("ms from the first rank's call")
     axes[-1, 0].set_xlim(left=0)
-    if said := [line for each in remarks(found) for line in textwrap.wrap(each, 150)]:
+    if said := [line for each in remarks(found) for line in textwrap.wrap(each, 120)]:
         drawn.supxlabel("\n".join(said), fontsize=8, color=theme.colour("ink"), x=0.01, ha="left")
     kinds = {mark.kind for mark in found.marks}
-    handles = {name: kind for kind, name in NAMES.items() if kind in kinds} | {"the rest of the call": "line"}
-    theme.legend(drawn, handles, title=found.title(), alignment="left")
+    handles: dict[str, Any] = {name: kind for kind, name in NAMES.items() if kind in kinds}
+    handles |= {
+        "the rest of the call": "line",
+        "the last rank ends": Line2D([], [], color=theme.colour("ink"), linewidth=1),
+    }
+    numbers = "; a number is the rank whose chunk it is" if any(mark.peer >= 0 for mark in found.marks) else ""
+    theme.legend(drawn, handles, title=f"{found.title()}{numbers}", alignment="left")
     return drawn
 
 

@@ -15,7 +15,7 @@ are they the same on any number of ranks, to the bit?
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -206,41 +206,54 @@ def sharded(group: ProcessGroup, settings: Training, data_size: int, schedule: s
     return train(settings, mesh.get_group("data"), mesh.get_group("tensor"), schedule)
 
 
+def farthest(curves: dict[str, list[float]]) -> float:
+    """Return the largest difference of a loss of any run from that of the first run, at the same step."""
+    first, *others = curves.values()
+    return max(abs(loss - its) for losses in others for loss, its in zip(losses, first, strict=False))
+
+
 def picture(curves: dict[str, list[float]], path: Path) -> None:
-    """Draw the losses of every run over the steps, and beside them how far each is from the first."""
+    """Draw the losses of every run over the steps, and write how far the farthest is from the first run."""
     reference, *names = curves
     with theme.style():
-        drawn, ((left, right),) = theme.panels([1], 2, line=3.2, row=0.3)
-        steps = range(1, len(curves[reference]) + 1)
-        left.plot(steps, curves[reference], color=theme.colour("ink"), linewidth=0.8, label=reference)
-        for name in names:
-            losses, steps = curves[name], range(1, len(curves[name]) + 1)
-            style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.4}
-            left.plot(steps, losses, label=name, **style)
-            far = [max(1e-9, abs(loss - other)) for loss, other in zip(losses, curves[reference], strict=False)]
-            right.plot(steps, far, **style)
-        theme.log_scale(right, "y")
+        drawn, ((left, right),) = theme.panels([1], 2, line=2.8, row=0.3, width_ratios=(2, 1))
+        for name in curves:
+            style = {"color": theme.colour(name.rpartition(" ")[2]), "linestyle": "--", "linewidth": 1.6}
+            style |= {"color": theme.colour("ink"), "linestyle": "-", "linewidth": 0.8} if name == reference else {}
+            left.plot(range(1, len(curves[name]) + 1), curves[name], label=name, **style)
         left.set(xlabel="step", ylabel="loss", title="Training loss")
-        right.set(xlabel="step", ylabel="|difference|", title=f"Distance from {reference} (1e-9: none)")
+        right.set_axis_off()
+        middle = {"transform": right.transAxes, "ha": "center"}
+        right.text(0.5, 0.5, f"{farthest(curves):.0e}".replace("e-0", "e-"), fontsize=26, va="bottom", **middle)
+        words = f"largest difference of a loss\nfrom that of {reference}:\n{len(names)} runs, all their steps, float32"
+        right.text(0.5, 0.45, words, color=theme.colour("muted"), va="top", **middle)
         theme.legend(drawn)
         theme.save(drawn, path)
 
 
-def compare(settings: Training, fused_steps: int, out: Path) -> dict[str, list[float]]:
-    """Train in one process and on a 2 x 2 mesh with every schedule; leaves train.csv and train.png in `out`.
+def runs(settings: Training, fused_steps: int) -> dict[str, int]:
+    """Return by name the steps of each run: in one process, then on a 2 x 2 mesh by each schedule.
 
-    On CPUs: `fused`, whose kernels are interpreted, trains for `fused_steps` only. It alone has another order.
+    `fused`, whose kernels are interpreted on CPUs, trains for `fused_steps` only. It alone has another order.
     """
+    found = {"one process": settings.steps, "2 x 2 mesh, unfused": settings.steps}
+    found |= {"2 x 2 mesh, decomposed": settings.steps, "2 x 2 mesh, fused": fused_steps}
+    return (
+        found if settings.order == RANK_ORDER else {name: found[name] for name in ("one process", "2 x 2 mesh, fused")}
+    )
+
+
+def compare(
+    settings: Training, fused_steps: int, out: Path, done: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Train each of `runs`, and leave train.csv and train.png in `out`; `done` is called after each."""
     torch.set_num_threads(1)
-    curves = {"one process": train(settings)}
+    curves: dict[str, list[float]] = {}
     with RankPool(4, timeout=1200, env={"TRITON_INTERPRET": "1"}) as pool:
-        for schedule in ("unfused", "decomposed", "fused"):
-            steps = fused_steps if schedule == "fused" else settings.steps
-            if settings.order != RANK_ORDER and schedule != "fused":
-                continue
-            losses = pool.run(sharded, replace(settings, steps=steps), 2, schedule)
-            curves[f"2 x 2 mesh, {schedule}"] = losses[0]
-    out.mkdir(parents=True, exist_ok=True)
+        for name, steps in runs(settings, fused_steps).items():
+            given, schedule = replace(settings, steps=steps), name.rpartition(" ")[2]
+            curves[name] = train(given) if schedule == "process" else pool.run(sharded, given, 2, schedule)[0]
+            done()
     rows = [(name, step, loss) for name, losses in curves.items() for step, loss in enumerate(losses, 1)]
     pd.DataFrame(rows, columns=["run", "step", "loss"]).to_csv(out / "train.csv", index=False)
     picture(curves, out / "train.png")
@@ -267,7 +280,9 @@ def log_probabilities(group: ProcessGroup, settings: Training, batch: int) -> Te
         return fusedtp.all_gather(mine, group=tensor, sizes=sizes)[:, 0]
 
 
-def compare_bits(settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4)) -> list[tuple[int, int, bool, float]]:
+def compare_bits(
+    settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4), done: Callable[[], object] = lambda: None
+) -> list[tuple[int, int, bool, float]]:
     """(ranks, batch, whether the bits of one rank alone, largest difference to those), of 1 and of all sequences."""
     found: list[tuple[int, int, bool, float]] = []
     expected: Tensor | None = None
@@ -278,9 +293,10 @@ def compare_bits(settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4)) -
                 expected = got if expected is None else expected
                 far = (got - expected).abs().max().item()
                 found.append((world_size, batch, torch.equal(got, expected), far))
+        done()
     return found
 
 
-def of_order(order: str) -> list[tuple[int, int, bool, float]]:
-    """`compare_bits` of a small decoder with linears in this order."""
-    return compare_bits(Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16))
+def of_order(order: str) -> Training:
+    """Return a small decoder with linears in this order, for `compare_bits`."""
+    return Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16)

@@ -8,9 +8,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from fusedtp.sharding.plan import ITEMSIZE
 
 from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape
 from .intervals import Timing, ratio
-from .jobs import Job, seconds_of
+from .jobs import Job, estimate, seconds_of
 from .operands import device_here
 from .ranks import RankPool
 from .store import PASSED
@@ -117,54 +119,79 @@ def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
     return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), **kept(times))
 
 
+def schedules_here(num_gpus: int) -> tuple[str, ...]:
+    """Return those that are timed: on a CPU kernels are interpreted."""
+    return ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
+
+
+# A matmul, or the collectives of a tensor: (ranks, dtype, rows, cols).
+Step: TypeAlias = "Case | tuple[int, str, int, int]"
+
+
+def steps(world_sizes: Sequence[int], dtypes: Sequence[str], num_gpus: int) -> Iterator[Step]:
+    """Return what is measured, in order. float8 has no collectives alone."""
+    for n, dtype in itertools.product(world_sizes, dtypes):
+        if dtype not in EVERY_FLOAT8:
+            yield from ((n, dtype, rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES)
+        for op, shapes in (GPU_SHAPES if num_gpus else CPU_SHAPES).items():
+            yield from (Case(op, *shape, dtype, n) for shape in shapes)
+
+
+def job_of(case: Case, seconds: float, num_gpus: int) -> Job:
+    """Return the job of a matmul: the library's alone, and each schedule that is timed here."""
+    return Job(case, ("matmul", *schedules_here(num_gpus)), True, seconds, num_gpus=num_gpus)
+
+
+def about(step: Step, seconds: float, num_gpus: int) -> tuple[str, float]:
+    """Return a step in words, and about how many seconds it takes."""
+    if isinstance(step, Case):
+        return str(step), estimate(job_of(step, seconds, num_gpus))
+    return f"collectives of {step[2]} x {step[3]} {step[1]} on {step[0]}", seconds + 0.5
+
+
 def tune(
-    world_sizes: Sequence[int], dtypes: Sequence[str], *, seconds: float, num_gpus: int, said: Callable[[str], None]
+    planned: Sequence[Step], *, seconds: float, num_gpus: int, said: Callable[[str], None], done: Callable[[], object]
 ) -> tuple[list[Sample], dict[int, dict[str, Any]]]:
-    """Return samples and rates measured on ranks started here; `said` hears of every step and of what was refused."""
-    schedules = ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
+    """Return samples, and on CPUs rates, measured on ranks started here.
+
+    `said` hears of what was refused; `done` is called after each step.
+    """
+    most = max(step.world_size if isinstance(step, Case) else step[0] for step in planned)
     samples: list[Sample] = []
     rates: dict[int, dict[str, Any]] = {}
-    with RankPool(max(world_sizes), timeout=300, env=rank_environment(num_gpus, max(world_sizes))) as pool:
-        for n in world_sizes:
-            # float8 has no collectives alone, so the machine's rates are those of another dtype, if any is measured.
-            for dtype in sorted(dtypes, key=EVERY_FLOAT8.__contains__):
-                shapes = [] if dtype in EVERY_FLOAT8 else [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
-                gathers: list[Mapping[str, float]] = []
-                for rows, cols in shapes:
-                    said(f"collectives of {rows}x{cols} {dtype} on {n}")
-                    found = pool.run(time_collectives, (rows, cols), dtype, schedules, seconds, world_size=n)[0]
-                    samples += [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in found.items()]
-                    gathers.append({name: each.median_ms for name, each in found[ALL_GATHER.name].items()})
-                timed = [
-                    time_matmul(pool, Case(op, *shape, dtype, n), schedules, seconds, num_gpus, said)
-                    for op, each in (GPU_SHAPES if num_gpus else CPU_SHAPES).items() for shape in each
-                ]  # fmt: skip
-                samples += [sample_of(case, each) for case, each in timed if "unfused" in each and len(each) > 2]
-                if num_gpus:
-                    continue
+    # By number of ranks: the library's rate in each dtype, and (bytes, ms by schedule) of all-gathers.
+    tflops: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    gathers: dict[int, list[tuple[int, Mapping[str, float]]]] = defaultdict(list)
+    with RankPool(most, timeout=300, env=rank_environment(num_gpus, most)) as pool:
+        for step in planned:
+            if isinstance(step, Case):
+                found = time_matmul(pool, job_of(step, seconds, num_gpus), said)
+                if "unfused" in found and len(found) > 2:
+                    samples.append(sample_of(step, found))
                 # The matmul alone is the library's: none of ours that could be refused.
-                rate = max(2 * case.M * case.N * case.K / n / each["matmul"].median_ms / 1e9 for case, each in timed)
-                tflops = {dtype: rate}
-                if n in rates:
-                    rates[n]["matrix_tflops"] |= tflops
-                if n in rates or not shapes:
-                    continue
-                num_bytes = [rows * cols * ITEMSIZE[dtype] for rows, cols in (shapes[0], shapes[-1])]
-                host = pool.run(host_ms, seconds, world_size=n)[0]
-                rates[n] = rates_of(n, host, gathers[0], gathers[-1], num_bytes, tflops)
+                rate = 2 * step.M * step.N * step.K / step.world_size / found["matmul"].median_ms / 1e9
+                tflops[step.world_size][step.dtype] = max(rate, tflops[step.world_size][step.dtype])
+            else:
+                n, dtype, rows, cols = step
+                given = (rows, cols), dtype, schedules_here(num_gpus), seconds
+                times = pool.run(time_collectives, *given, world_size=n)[0]
+                samples += [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in times.items()]
+                medians = {name: each.median_ms for name, each in times[ALL_GATHER.name].items()}
+                gathers[n].append((rows * cols * ITEMSIZE[dtype], medians))
+            done()
+        for n, found_of in gathers.items() if not num_gpus else ():
+            small, large = found_of[0], found_of[len(COLLECTIVE_SHAPES) - 1]
+            host = pool.run(host_ms, seconds, world_size=n)[0]
+            rates[n] = rates_of(n, host, small[1], large[1], (small[0], large[0]), tflops[n])
     return samples, rates
 
 
-def time_matmul(
-    pool: RankPool, case: Case, schedules: Sequence[str], seconds: float, num_gpus: int, said: Callable[[str], None]
-) -> tuple[Case, dict[str, Timing]]:
-    """Return the times of each schedule that is right, and of the matmul alone."""
-    said(str(case))
-    job = Job(case, ("matmul", *schedules), True, seconds, num_gpus=num_gpus)
+def time_matmul(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:
+    """Return the times of each variant that is right; `said` hears of the others."""
     found = {}
-    for outcome in pool.run(run_job, job, world_size=case.world_size, timeout=seconds_of(job))[0]:
+    for outcome in pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]:
         if outcome.gate != PASSED:
             said(f"refused: {outcome.variant}: {outcome.gate}")
         elif outcome.timing is not None:
             found[outcome.variant] = outcome.timing
-    return case, found
+    return found

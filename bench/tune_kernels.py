@@ -313,11 +313,12 @@ def _searched(on: Search, seconds: float) -> TileSearch:
 
 def tune_kernels(
     cases: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
-    done: Callable[[TileSearch], None],
+    done: Callable[[TileSearch | None], None],
 ) -> list[Case]:  # fmt: skip
     """Search for each case in turn, for `seconds` in all, on ranks started here; those that were not reached.
 
-    `done` hears of each at once, so what was found is kept if the rest is cut off; `said` of every step.
+    `done` hears of each at once, so what was found is kept if the rest is cut off, and None if it failed; `said` of
+    what was found and refused.
     """
     deadline = time.monotonic() + seconds
     most = max(case.world_size for case in cases)
@@ -328,11 +329,11 @@ def tune_kernels(
             if left < (LEAST_SECONDS if num_gpus else 0):
                 return list(cases[number:])
             share = left / (len(cases) - number)
-            said(f"{case}: up to {share:.0f} s")
             try:
                 found = pool.run(search, case, share, world_size=case.world_size, timeout=300 + share)[0]
             except RankError as error:
                 said(f"failed: {case}: {error}")
+                done(None)
                 continue
             said(told(found))
             for name, why in found.refused.items():

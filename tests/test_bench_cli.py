@@ -7,11 +7,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from fusedtp.bench import cases, machine, store, sweep
@@ -20,6 +23,7 @@ from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.store import Measurement, rows_of
+from fusedtp.bench.tables import times
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ONLY = ["--schedule", "decomposed", "--baseline", "none"]
@@ -51,7 +55,7 @@ def test_sweep_prints_and_keeps_rows(swept: tuple[Path, Result]) -> None:
     assert list(timed) == ["matmul", "comm", "unfused", "decomposed", "auto", "dtensor"]
     for row in timed.values():
         assert row.median_ms is not None
-        assert row.ceiling_ms is not None
+        assert row.bound_ms is not None
         assert (row.rounds, row.interpreted, row.threads, row.backend) == (3, False, 1, "gloo")
         assert sorted(row.rounds_ms)[1] == row.median_ms
         assert len(row.rounds_ms) == row.rounds
@@ -157,7 +161,8 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     assert result.exit_code == 1
     assert "[2] elements wrong" in result.output
     assert "3 of 4 rows did not pass" in result.output
-    failed = [row for row in stored(tmp_path) if not row.passed]
+    (path,) = tmp_path.glob("*/sweep.csv")
+    failed = [row for row in store.read(path) if not row.passed]
     assert [row.variant for row in failed] == ["matmul", "comm", "unfused"]
     assert {(row.median_ms, row.max_error, row.rounds) for row in failed} == {(None, None, 0)}
 
@@ -208,6 +213,22 @@ def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytes
     assert "The matmuls of one transformer block together" in result.output
 
 
+def test_headings_differ_and_providers_are_listed_in_eighty_columns(make_row: Callable[..., Measurement]) -> None:
+    names = {"matmul": 1.0, "unfused": 3.0, "decomposed": 2.0, "fused": 1.5, "auto": 1.5}
+    ratios = {"speedup_vs_unfused": 1.5, "matmul_fraction": 0.5, "overlap_efficiency": 0.25}
+    table = times(frame_of([make_row(variant=name, median_ms=ms, **ratios) for name, ms in names.items()]), "forward")
+    console = Console(width=80, file=StringIO())
+    table.print(console, "op")
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    first, second = lines[2].split(), lines[3].split()
+    assert first == ["unfused", "decomposed", "fused", "speed-up", "speed-up"]
+    assert second[-2:] == ["decomposed", "fused"]
+    assert lines[5].split()[-2:] == ["1.50x"] * 2
+    assert "left out in 80 columns: hidden decomposed, " in " ".join(lines)
+    help_ = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["sweep", "--help"]).output
+    assert help_.index("--verbose") < help_.index("Providers, of --baseline") < help_.index("dtensor")
+
+
 def test_doctor() -> None:
     result = invoke("doctor", "--providers")
     assert result.exit_code == 0, result.output
@@ -242,6 +263,11 @@ def test_explain_shows_steps_bytes_and_flops() -> None:
     assert "all-gather x over X along M, fused" in done.output
     assert "64 B" in done.output
     assert "512 FLOP" in done.output
+    assert "Taken: the usual way: 64 B in 1 collective and 512 FLOP against" in " ".join(done.output.split())
+    sizes = "M=8192,K=8192,N=28672"
+    predicted = invoke("explain", spec, "--sizes", sizes, "--mesh", "X=8", "--hardware", "h100").output
+    step, matmul, total = re.findall(r"(?m)^(?:all-gather x|matmul y|total).* ([\d.]+)$", predicted)[:3]
+    assert float(step) + float(matmul) == pytest.approx(float(total), rel=1e-3)
 
 
 def test_explain_points_at_a_mistake_and_needs_something_to_explain() -> None:
@@ -250,19 +276,6 @@ def test_explain_points_at_a_mistake_and_needs_something_to_explain() -> None:
     assert "axis X is used twice" in done.output
     assert invoke("explain").exit_code == 2
     assert invoke("explain", "FSDP", "--sizes", "M").exit_code == 2
-
-
-def test_explain_writes_the_table_of_a_document(tmp_path: Path) -> None:
-    document = tmp_path / "doc.md"
-    document.write_text("before\n<!-- table:begin -->\nold\n<!-- table:end -->\nafter\n")
-    assert invoke("explain", "--write", document).exit_code == 0
-    text = document.read_text()
-    assert text.startswith("before\n<!-- table:begin -->\n| name |")
-    assert text.endswith("<!-- table:end -->\nafter\n")
-    assert "old" not in text
-    document.write_text("no marks")
-    assert invoke("explain", "--write", document).exit_code == 2
-    assert document.read_text() == "no marks"
 
 
 @pytest.mark.parametrize("command", ["mlp", "timeline"])

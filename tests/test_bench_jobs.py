@@ -238,7 +238,7 @@ def test_ratios_by_hand() -> None:
     assert got.get("speedup_vs_unfused") == pytest.approx(14 / 11)
     assert got.get("matmul_fraction") == pytest.approx(10 / 11)
     assert got.get("overlap_efficiency") == pytest.approx(1 - 1 / 4)
-    assert got.get("ceiling_ms") == 10.0
+    assert got.get("bound_ms") == 10.0
     assert got.get("tflops") == pytest.approx(2e9 / 4 / 11e-3 / 1e12)
     comm = ratios(case, "forward", "comm", medians)
     assert comm.get("algbw_gbps") == pytest.approx(4e6 / 4e-3 / 1e9)
@@ -246,10 +246,10 @@ def test_ratios_by_hand() -> None:
     assert (comm.get("tflops"), comm.get("speedup_vs_unfused"), comm.get("overlap_efficiency")) == (None, None, None)
     # nothing is sent backward: the matmul alone is the bound, and there is nothing to hide
     backward = ratios(case, "backward", "decomposed", {**medians, "unfused": 10.5})
-    assert (backward.get("ceiling_ms"), backward.get("overlap_efficiency")) == (10.0, None)
+    assert (backward.get("bound_ms"), backward.get("overlap_efficiency")) == (10.0, None)
     # a bound or a baseline that was refused leaves no ratio to it
     alone = ratios(case, "forward", "decomposed", {"decomposed": 11.0, "comm": 4.0})
-    assert (alone.get("speedup_vs_unfused"), alone.get("matmul_fraction"), alone.get("ceiling_ms")) == (
+    assert (alone.get("speedup_vs_unfused"), alone.get("matmul_fraction"), alone.get("bound_ms")) == (
         None,
         None,
         None,

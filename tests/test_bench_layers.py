@@ -21,6 +21,8 @@ from fusedtp.bench.intervals import Timing, ratio
 from fusedtp.bench.layers import SUITES
 from fusedtp.bench.ranks import RankPool
 
+from . import generated
+
 # Small sizes of each, unlike in all lengths; of q, k and v one has one row a rank.
 SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8,16", "5,12,8")}
 
@@ -72,7 +74,7 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
         again = ratio(*kept)
         assert (again.low, again.high) == pytest.approx((ours["speedup_low"], ours["speedup_high"]), rel=1e-3)
     if name == "decode":
-        text, ours = layers.decode_table(rows), rows[rows["variant"] == "fusedtp"].set_index("M")
+        text, ours = generated.decode_table(rows), rows[rows["variant"] == "fusedtp"].set_index("M")
         (line,) = [line for line in text.splitlines() if line.startswith("| 2 | 5 |")]
         assert float(line.split("|")[3]) == pytest.approx(ours["speedup_vs_torch"][5], abs=0.006)
         assert text.count("|\n") == 2 + 3

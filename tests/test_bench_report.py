@@ -1,11 +1,14 @@
-"""The page says what rows say, is whole HTML that fetches nothing, and gives a reason for what it leaves out."""
+"""The page says what rows say, is whole HTML that fetches nothing, and has a section for what there is."""
 
 from __future__ import annotations
 
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -29,18 +32,21 @@ MakeRow = Callable[..., Measurement]
 VOID = {"meta", "link", "br", "input"}
 # 512: clearly slower, 1024: the same within its interval, 2048 and 4096: clearly faster
 RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
+MORE_RANKS = ("unfused", "decomposed")
 TINY = {"M": 8, "N": 8, "K": 8}
 
 
 @pytest.fixture(scope="session")
 def rows(make_row: MakeRow) -> list[Measurement]:
-    """Square gathers, a model's block of two matmuls, predictions, a refusal and a check."""
+    """Square gathers, two of them on four ranks too, a model's block, predictions, a refusal and a check."""
     found = []
     for size, ratio in RATIOS.items():
         at = {"M": size, "N": size, "K": size}
         unfused = size / 100
         times = {"matmul": 0.5 * unfused, "comm": 0.4 * unfused, "unfused": unfused, "decomposed": unfused / ratio}
         found += [make_row(variant=name, median_ms=ms, **at) for name, ms in times.items()]
+        if size > 1024:
+            found += [make_row(variant=name, median_ms=times[name], world_size=4, **at) for name in MORE_RANKS]
         found.append(make_row(variant="decomposed", median_ms=0.9 * unfused, rounds=0, predicted=True, **at))
     for place, layer in enumerate(LAYERS):
         op, share = OPS[place % 2], 1.0 + place
@@ -61,6 +67,8 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
+        self.classes: list[set[str]] = []
+        self.boxes: list[tuple[str, set[str]]] = []
         self.ids: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.words: list[str] = []
@@ -73,17 +81,21 @@ class Page(HTMLParser):
         assert len(names) == len(set(names)), (tag, attrs)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag in ("table", "svg", "pre", "img"):
+            self.boxes.append((tag, set[str]().union(*self.classes)))
         if tag not in VOID:
             self.open.append(tag)
+            self.classes.append(set((dict(attrs).get("class") or "").split()))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
         if tag not in VOID:
-            self.open.pop()
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open, tag
         assert self.open.pop() == tag
+        self.classes.pop()
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
@@ -130,11 +142,9 @@ def test_every_figure_is_there_and_as_png(written: Path) -> None:
     drawn = {path.stem for path in report.folder_of(written).iterdir()}
     assert drawn == {
         "time-single-matmuls-forward-fp32",
-        "speedup-tiny-forward",
         "speedup-single-matmuls-forward",
         "parts-tiny-forward-2-ranks",
         "parts-single-matmuls-forward-2-ranks",
-        "blocks-tiny-fp32",
         "timeline-call",
     }
     assert drawn <= set(found.ids)
@@ -146,11 +156,11 @@ def test_every_figure_is_there_and_as_png(written: Path) -> None:
 
 def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> None:
     found = Page(written.with_suffix(".html").read_text())
-    # the square sizes and the block's four matmuls, each of which is twice as fast
-    mean = math.exp((sum(map(math.log, RATIOS.values())) + 4 * math.log(2)) / 8)
+    # the square sizes, two of them on four ranks too, and the block's four matmuls, each of which is twice as fast
+    mean = math.exp(sum(map(math.log, (*RATIOS.values(), 1.25, 1.6, 2, 2, 2, 2))) / 10)
     assert f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused" in found.text
-    assert "over 8 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
-    assert "It is faster in 6, slower in 1, and cannot be told apart in 1." in found.text
+    assert "over 10 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
+    assert "It is faster in 8, slower in 1, and cannot be told apart in 1." in found.text
     assert "from 1024 x 1024 x 1024 fp32" in found.text
     # a gate's words are text, not markup
     assert '3 of 4 elements are wrong: <i>1 & "so"' in found.text
@@ -158,32 +168,82 @@ def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> Non
     assert "async_tp: its fused ops need CUDA" in found.text
 
 
-def test_missing_kinds_say_why(make_row: MakeRow, rows: list[Measurement], tmp_path: Path) -> None:
+def test_sections_without_content_are_absent(make_row: MakeRow, rows: list[Measurement], tmp_path: Path) -> None:
+    def links(given: list[Measurement]) -> list[str]:
+        report.write(given, path)
+        found = Page(path.with_suffix(".html").read_text())
+        assert [each for each in found.ids if each in report.SECTIONS] == [
+            value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")
+        ]
+        return [each for each in found.ids if each in report.SECTIONS]
+
     path = tmp_path / "sweep.csv"
-    report.write([row for row in rows if row.interpreted], path)
-    found = Page(path.with_suffix(".html").read_text())
-    # In short, sizes, the five kinds of pictures, times.
-    assert found.text.count("Not here: ") == 8
-    assert "no timeline.json is beside the rows" in found.text
-    assert "Nothing was timed" in found.text
-    # and the way through the page leads past them
-    assert [value for tag, name, value in found.attributes if (tag, name) == ("a", "href")] == [
-        "#refused",
-        "#checked",
-        "#rows",
-    ]
+    assert links([row for row in rows if row.interpreted]) == ["refused", "checked", "rows"]
+    assert "Nothing was timed" in Page(path.with_suffix(".html").read_text()).text
     assert not report.folder_of(path).exists()
     path.with_name("timeline.json").write_text("{}")
-    report.write([make_row(variant="comm", median_ms=1.0)], path)
-    found = Page(path.with_suffix(".html").read_text())
-    assert "is not a timeline of fusedtp" in found.text
-    assert "Refused: none" in found.text
-    # Whoever looks at the terminal alone is told as well.
-    store.write(path, [make_row(variant="comm", median_ms=1.0)])
+    alone = [make_row(variant="comm", median_ms=1.0)]
+    assert links(alone) == ["times", "rows"]
+    assert "1 results compared with float64, 0 refused" in Page(path.with_suffix(".html").read_text()).text
+    # Whoever looks at the terminal is told why there is no timeline.
+    store.write(path, alone)
     said = " ".join(invoke(path).output.split())
     assert "no timeline on the page:" in said
     assert "is not a timeline of fusedtp" in said
     assert "its pictures" not in said
+
+
+def test_a_value_beyond_the_bound_is_explained(make_row: MakeRow) -> None:
+    found = [make_row(median_ms=2.0), make_row(variant="fused", median_ms=0.9, matmul_fraction=0.9)]
+    assert "above 100 %" not in report.page(frame_of(found), {})
+    found[1] = replace(found[1], matmul_fraction=1.09)
+    assert "of matmul is above 1, up to 1.09, and hidden above 100 %" in Page(report.page(frame_of(found), {})).text
+
+
+def test_what_may_be_wide_scrolls_in_a_box_of_its_own(written: Path) -> None:
+    """Without a browser: each table and picture is in such a box, and what is not in one is given no least width."""
+    text = written.with_suffix(".html").read_text()
+    boxes = Page(text).boxes
+    assert {tag for tag, _ in boxes} == {"table", "svg"}
+    for tag, classes in boxes:
+        assert classes & {"scroll", "picture"}, tag
+    style = text[text.index("body {") : text.index("</style>")]
+    plain = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*\s*\}", "", style)
+    rules = {
+        name.strip(): rule for names, rule in re.findall(r"([^{}]*)\{([^{}]*)\}", plain) for name in names.split(",")
+    }
+    for name in (".scroll", ".picture"):
+        assert "overflow: auto" in rules[name], name
+        assert "max-width: 100%" in rules[name], name
+    assert "overflow-wrap: anywhere" in rules["body"]
+    wide = {name for name, rule in rules.items() if re.search(r"(?<![\w-])(min-)?width:|nowrap", rule)}
+    assert wide == {".picture svg", "#rows td"}
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_page_in_a_browser_is_no_wider_than_its_window(written: Path, tmp_path: Path, width: int) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+    report_it = (
+        "const page = this.contentDocument.documentElement, names = this.contentWindow.performance;"
+        "document.title = [page.clientWidth, page.scrollWidth, names.getEntriesByType('resource').length].join(' ')"
+    )
+    page = escape(written.with_suffix(".html").read_text())
+    frame = f'<iframe style="border: 0" width="{width}" height="900" onload="{report_it}" srcdoc="{page}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><title></title>{frame}")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
+    command = [browser, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{tmp_path}/frame.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*)</title>", done.stdout)
+    assert title is not None, done.stderr
+    inner, content, fetched = map(int, title[1].split())
+    assert 0.9 * width < inner <= width
+    assert content <= inner
+    assert fetched == 0
 
 
 MATMUL = ("model", "direction", "matmul", "world_size")
@@ -191,7 +251,7 @@ MATMUL = ("model", "direction", "matmul", "world_size")
 
 def test_standing_and_crossover(rows: list[Measurement]) -> None:
     found = standings(frame_of(rows), *MATMUL)
-    (standing,) = found[found["model"] == ""].to_dict("records")
+    (standing,) = found[(found["model"] == "") & (found["world_size"] == 2)].to_dict("records")
     assert (standing["faster"], standing["slower"], standing["cases"]) == (2, 1, 4)
     assert standing["mean"] == pytest.approx(math.exp(sum(map(math.log, RATIOS.values())) / len(RATIOS)), rel=1e-9)
     assert standing["shorter median"] == "from 1024 x 1024 x 1024 fp32"
@@ -211,7 +271,7 @@ def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow)
     assert frame["where"].nunique() == 4
 
 
-def test_block_is_drawn_and_listed_only_where_it_is_whole(written: Path, rows: list[Measurement]) -> None:
+def test_block_is_listed_only_where_it_is_whole(written: Path, rows: list[Measurement]) -> None:
     text = written.with_suffix(".html").read_text()
     begin = text.index('<section id="blocks">')
     block = Page(text[begin : text.index("</section>", begin) + len("</section>")])
@@ -258,7 +318,9 @@ def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
         for name in ("unfused", *odd)
     ]
     with theme.style():
-        drawn = figures.speedup_map(frame_of(found[: 2 + len(odd)]))
+        lines = found[: 2 + len(odd)]
+        lines += [replace(row, M=16) for row in lines]
+        drawn = figures.speedup_map(frame_of([*lines, *(replace(row, world_size=4) for row in lines)]))
         picture = report.Picture("x", "<u>", theme.svg(drawn, "x", "<i>"))
     text = report.page(frame_of(found), {"speedup": [picture]})
     Page(text)
@@ -309,7 +371,7 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert "4, of which 2 timed" in text
     assert "predictions cost model, h100" in text
     assert "at 2.00x the speed of unfused" in text
-    assert (tmp_path / "sweep-figures" / "speedup-single-matmuls-forward.png").exists()
+    assert not (tmp_path / "sweep-figures").exists()
     assert (tmp_path / "sweep.png").exists()
     # a prediction is drawn, not kept
     assert store.read(path) == measured
@@ -322,8 +384,8 @@ def test_sections_are_those_of_the_page(written: Path) -> None:
     found = Page(written.with_suffix(".html").read_text())
     links = [value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")]
     pictures = [*report.PICTURES, "timeline"]
-    assert pictures == ["time", "speedup", "parts", "blocks", "timeline"]
-    assert links == ["short", "sizes", *pictures, "times", "refused", "checked", "rows"]
+    assert pictures == ["time", "speedup", "parts", "timeline"]
+    assert links == ["short", "sizes", "blocks", *pictures, "times", "refused", "checked", "rows"]
     assert [each for each in found.ids if each in links] == links
 
 
@@ -333,7 +395,7 @@ def test_tables_but_that_of_all_rows_fit_on_the_page(make_row: MakeRow) -> None:
     at = {"op": "matmul_reduce_scatter", "M": 16384, "N": 16384, "K": 16384, "model": "llama3-70b", "tokens": 16384}
     ratios = dict.fromkeys(("speedup_vs_unfused", "matmul_fraction", "overlap_efficiency", "tflops"), 0.123)
     layers = ({"variant": name, "layer": layer} for name in names for layer in LAYERS)
-    found = [make_row(median_ms=1234.5, backend="gloo", ceiling_ms=9.0, **at, **ratios, **each) for each in layers]
+    found = [make_row(median_ms=1234.5, backend="gloo", bound_ms=9.0, **at, **ratios, **each) for each in layers]
     page = report.page(frame_of(found), {})
     style = page[: page.index("</style>")]
     assert re.findall(r"([^{}]*) \{[^{}]*white-space: nowrap", style)[0].split("\n")[-1] == "#rows td"

@@ -7,9 +7,11 @@ import re
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from matplotlib.colors import to_hex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
@@ -186,6 +188,30 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
         assert " ".join(drawn.get_supxlabel().split()) == said
         assert drawn.bbox.x0 <= drawn._supxlabel.get_window_extent().x0
         assert drawn._supxlabel.get_window_extent().x1 <= drawn.bbox.x1
+
+
+def test_picture_has_unfused_above_and_a_lane_for_transfers(found: Timeline) -> None:
+    with theme.style():
+        drawn = recorded.figure(found)
+    unfused, decomposed = drawn.axes
+    assert (unfused.get_title(loc="left"), decomposed.get_title(loc="left")) == (
+        "unfused: 0.08 ms",
+        "decomposed: 0.0905 ms",
+    )
+    lanes = ["rank 0, compute", "rank 0, transfers", "rank 1, compute", "rank 1, transfers"]
+    assert [label.get_text() for label in unfused.get_yticklabels()] == lanes
+
+    def places(axes: Any, kind: str) -> list[float]:
+        bars = [bar for bar in axes.patches if to_hex(bar.get_facecolor()) == theme.colour(kind)]
+        return [bar.get_y() + bar.get_height() / 2 for bar in bars]
+
+    assert places(unfused, "collective") == [1]
+    assert places(decomposed, "multiply") == [0, 2]
+    (legend,) = drawn.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "multiply", "collective", "the rest of the call", "the last rank ends"
+    ]  # fmt: skip
+    assert legend.get_title().get_text().endswith("; a number is the rank whose chunk it is")
 
 
 def test_kept_calls_survive_the_file_and_bad_ones_are_refused(found: Timeline, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,16 @@ def test_a_plan_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
     ):  # fmt: skip
         assert text in done.output, text
     assert "whole on every rank" not in done.output
+
+
+def test_no_name_is_folded_in_eighty_columns(tmp_path: Path) -> None:
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["plan", folder_of("Llama", tmp_path, num_hidden_layers=2)])
+    assert done.exit_code == 0, done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    for name in ("FusedEmbeddingParallel(output_layouts=", "model.layers.*.post_attention_layernorm: 2 x LlamaRMSNorm"):
+        assert name in done.output
+    named = "FusedEmbeddingParallel", "FusedColwiseParallel", "FusedRowwiseParallel", "FusedNormParallel", "FusedGroup"
+    assert {name for name in re.findall(r"\w*(?:Fused|Parallel)\w*", done.output)} == set(named)
 
 
 def test_what_stays_whole_is_named(tmp_path: Path) -> None:

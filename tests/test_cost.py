@@ -137,7 +137,7 @@ def test_matmul_and_collectives_by_hand() -> None:
     assert gather.comm_us == pytest.approx(3 / 4 * 4096 * 1024 * 4 / 1e5)
     assert gather.unfused_us == pytest.approx(gather.matmul_us + gather.comm_us)
     assert (gather.sent_bytes, gather.flops) == (3 * 1024 * 1024 * 4, 2 * 4096 * 1024 * 1024)
-    assert gather.ceiling_us == gather.comm_us
+    assert gather.bound_us == gather.comm_us
     scatter = cost.predict("matmul_reduce_scatter", hardware=plain(), **sizes)
     assert scatter.comm_us == pytest.approx(3 / 4 * 4096 * 4096 * 4 / 1e5)
     reduced = cost.predict("matmul_all_reduce", hardware=plain(), **sizes)

@@ -100,7 +100,7 @@ def test_every_schedule_of_float8_begins_with_a_cast() -> None:
     assert cast.cast_us == pytest.approx(2 * 2 + 1024 * 1024 * 5 / 1e6)
     assert given.cast_us == 0
     assert cast.times == pytest.approx({name: time + cast.cast_us for name, time in given.times.items()})
-    assert cast.ceiling_us == pytest.approx(given.ceiling_us + cast.cast_us)
+    assert cast.bound_us == pytest.approx(given.bound_us + cast.cast_us)
     assert cast.efficiency("fused") == pytest.approx(given.efficiency("fused"))
     assert any("by two kernels" in text for text in cast.assumptions)
     assert cost.predict("all_gather_matmul", hardware="h100", **(sizes | {"dtype": "bfloat16"})).cast_us == 0
@@ -134,7 +134,7 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
     added = columns.unfused_us - rows.unfused_us - (columns.comm_us - rows.comm_us)
     assert added == pytest.approx(8 * (2 * 3 + 8192 * 1024 * 24 / 3.35e6))
     assert columns.fused_us is not None
-    assert columns.fused_us > 0.9 * columns.ceiling_us
+    assert columns.fused_us > 0.9 * columns.bound_us
 
 
 def shown(time_us: float) -> str:

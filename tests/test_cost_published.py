@@ -5,18 +5,17 @@ The table is written by FUSEDTP_COST=write.
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fusedtp import cost
-from fusedtp.bench import generated
 from fusedtp.calls import tuning
 from fusedtp.cost.hardware import HARDWARE, measured_cpu
 from fusedtp.cost.overlap import library_us, multicast_us
 
+from . import generated
 from .published_times import REASONS, ROWS, Published, markdown, of
 from .test_cost import plain
 
@@ -124,9 +123,4 @@ def test_a_wait_and_a_sum_cost_what_they_are_said_to() -> None:
 
 
 def test_the_table_is_generated() -> None:
-    text = DOCUMENT.read_text()
-    written = generated.replaced(text, "published", markdown())
-    if os.environ.get("FUSEDTP_COST") == "write":
-        DOCUMENT.write_text(written)
-    else:
-        assert text == written, "FUSEDTP_COST=write writes it anew"
+    generated.as_written(DOCUMENT, "published", markdown(), "FUSEDTP_COST")

@@ -7,14 +7,12 @@ multiprocessors, tiles in their order and the link are the kernels' own; rates a
 from __future__ import annotations
 
 import heapq
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pytest
 
-from fusedtp.bench import generated
 from fusedtp.cost.hardware import Hardware, find
 from fusedtp.cost.model import work_of
 from fusedtp.cost.overlap import PUSHER_GBPS, Model, late_share, num_pushers
@@ -24,6 +22,7 @@ from fusedtp.kernels.gather_matmul import head_turns
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes
 
+from . import generated
 from .test_cost_published import DOCUMENT
 from .test_tile_order import Shape, deal
 
@@ -175,9 +174,4 @@ def test_a_scatter_takes_as_long_as_the_model_says(size: tuple[int, int, int, in
 
 
 def test_the_table_is_generated() -> None:
-    text = DOCUMENT.read_text()
-    written = generated.replaced(text, "deal", markdown())
-    if os.environ.get("FUSEDTP_COST") == "write":
-        DOCUMENT.write_text(written)
-    else:
-        assert text == written, "FUSEDTP_COST=write writes it anew"
+    generated.as_written(DOCUMENT, "deal", markdown(), "FUSEDTP_COST")

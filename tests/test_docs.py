@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
-from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.explain import NAMED, CommunicationRow, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse
+
+from . import generated
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "sharding.md"
 TEXT = DOCUMENT.read_text()
@@ -32,7 +33,7 @@ BOUND = 24 * 24 * 25 * torch.finfo(torch.float64).eps
 
 
 def test_the_table_is_generated() -> None:
-    assert generated.replaced(TEXT, "table", table_markdown()) == TEXT, "run `fusedtp explain --write docs/sharding.md`"
+    generated.as_written(DOCUMENT, "table", table_markdown(), "FUSEDTP_README")
 
 
 def test_the_steps_shown_are_those_planned() -> None:

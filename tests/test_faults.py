@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankError, RankPool
 
+from . import generated
 from .faults import disagree, inject, plan, verdict
 from .faults.cases import CASES
 from .faults.disagree import Disagreement
@@ -140,6 +140,4 @@ def test_the_document_counts_what_is_injected() -> None:
         of = " | ".join(str(counts[kind, size]) for size in plan.WORLD_SIZES)
         lines.append(f"| {'differs: ' if kind in disagree.KINDS else ''}{kind} | {of} |")
     table = "\n".join([*lines, "", f"{len(every)} in all, in {len(CASES)} forms of the ops."])
-    if os.environ.get("FUSEDTP_FAULTS") == "write":
-        DOCUMENT.write_text(generated.replaced(DOCUMENT.read_text(), "injections", table))
-    assert generated.replaced(text := DOCUMENT.read_text(), "injections", table) == text
+    generated.as_written(DOCUMENT, "injections", table, "FUSEDTP_FAULTS")

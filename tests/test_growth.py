@@ -5,7 +5,9 @@ the budget, and whoever is missing is named.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import signal as signal_of_posix
 import threading
 import time
@@ -255,12 +257,13 @@ def test_a_rank_killed_while_memory_is_made_is_named(mortal: RankPool, growing: 
         assert " s for rank 2, which did not answer" in text
 
 
-def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float]:
+def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float, str]:
     """Rank 1 does not come to a first op for which a budget was set."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(0.5, None if of_all else group)
     began = time.monotonic()
-    said = refused(group, 3) if group.rank() == 0 else ""
+    with mock.patch.object(rendezvous, "NOTICE_SECONDS", 0.1), contextlib.redirect_stderr(io.StringIO()) as errors:
+        said = refused(group, 3) if group.rank() == 0 else ""
     took = time.monotonic() - began
     dist.barrier(group)
     if group.rank() == 1:
@@ -268,16 +271,19 @@ def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float]:
         said = refused(group, 3)
     fusedtp.destroy(group)
     all_right(group)
-    return said, took
+    return said, took, errors.getvalue()
 
 
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_budget_that_was_set_holds_for_a_first_op(pool: RankPool, of_all: bool) -> None:
-    (said, took), (late, _) = pool.run(alone, of_all, world_size=2)
+    """And who waits for long says for whom, once."""
+    (said, took, told), (late, *_) = pool.run(alone, of_all, world_size=2)
     assert said.startswith("PeerTimeout: making the workspace: rank 0 waited 0.5")
     assert late.startswith("PeerTimeout: making the workspace: rank 1 came too late: rank 0 had given up on rank 1 ")
     # The process group's own is longer.
     assert took < 20
+    pattern = r"fusedtp: rank 0 has waited 0\.\d+ s at its first op for rank 1; it gives up after 0\.5 s .*\n"
+    assert re.fullmatch(pattern, told), told
 
 
 def hosts(group: ProcessGroup) -> int:

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import random
 import re
 import signal
@@ -23,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusedtp import trace
-from fusedtp.bench import cases, cli, compare, generated, regress, report, store, timeline
+from fusedtp.bench import cases, cli, compare, regress, report, store, timeline
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
@@ -215,8 +213,6 @@ def used(found: list[Measurement], right: list[Measurement], paged: bool) -> Non
     if paged:
         page = report.page(frame_of(found), {})
         assert page.count("<section") == page.count("</section>") == 6
-    with contextlib.suppress(generated.NoCase):
-        assert "<!--" not in generated.measured_table(found)
 
 
 def a_timeline() -> Timeline:
@@ -283,33 +279,3 @@ def test_baselines(tmp_path: Path) -> None:
             assert not place or free, f"{number}: {place} of {made!r}"
             assert all(math.isfinite(ratio) and ratio > 0 for ratio in (*found.ratios.values(), found.matmul))
             assert not found.ratios.keys() - ratios.keys() or ratios.keys() - found.ratios.keys()
-
-
-DOCUMENT = (
-    "# T\u00eates\r\n\r\ntext\r\n<!-- measured:begin -->\r\nold\r\n<!-- measured:end -->\r\nmore\r\n"
-    "<!-- other:begin -->\nkept\n<!-- other:end -->\n"
-)
-
-
-def test_documents(tmp_path: Path) -> None:
-    path, content = tmp_path / "README.md", DOCUMENT.encode()
-    for number, rng in examples("document"):
-        made = of_bytes(content, rng)
-        path.write_bytes(made)
-        path.chmod(0o640)
-        try:
-            generated.rewrite(path, "measured", "new\nlines")
-        except ValueError as error:
-            refused(str(error), path, r"must be one line with <!-- measured:(begin|end) -->, got")
-            assert path.read_bytes() == made
-        else:
-            # What was before the mark and behind the other is there byte for byte, and what was between is not.
-            begin, end = b"<!-- measured:begin -->", b"<!-- measured:end -->"
-            first, last = made.index(begin), made.index(end)
-            after = path.read_bytes()
-            assert after.startswith(made[: first + len(begin)]), number
-            assert after.endswith(made[last:]), number
-            between = after[first + len(begin) : after.index(end)]
-            assert between.split() == [b"new", b"lines"], number
-        assert path.stat().st_mode & 0o777 == 0o640
-        assert os.listdir(tmp_path) == ["README.md"]

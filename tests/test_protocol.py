@@ -18,7 +18,6 @@ from unittest import mock
 import pytest
 
 from fusedtp import PeerTimeout
-from fusedtp.bench import generated
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.kernels.steps import step
@@ -26,6 +25,7 @@ from fusedtp.op import ALL_GATHER
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
+from . import generated
 from .harness import spread
 from .protocol import cases
 from .protocol.events import Advance, Barrier, Kernel
@@ -208,12 +208,7 @@ def test_the_table_of_planted_bugs_is_in_the_document() -> None:
         "|---|---|---|---:|---|",
         *(ROWS[each.bug] for each in MUTANTS),
     ]
-    text = DOCUMENT.read_text()
-    written = generated.replaced(text, "planted", "\n".join(lines))
-    if os.environ.get("FUSEDTP_PROTOCOL") == "write":
-        DOCUMENT.write_text(written)
-    else:
-        assert text == written, "FUSEDTP_PROTOCOL=write writes it anew"
+    generated.as_written(DOCUMENT, "planted", "\n".join(lines), "FUSEDTP_PROTOCOL")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench import generated, providers, theme
+from fusedtp.bench import providers, theme
 from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, OPS, OWN, Case
 from fusedtp.bench.operands import Operands, Runner
 from fusedtp.bench.peers import nccl_windows
@@ -27,6 +26,8 @@ from fusedtp.bench.problem import Problem
 from fusedtp.bench.providers import Missing, Provider
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import Verdict, gate
+
+from . import generated
 
 GATHER, SCATTER, ALL_REDUCE = OPS
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
@@ -226,7 +227,4 @@ def table(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_documents_table_is_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_windows, "nccl_version", lambda: nccl_windows.NEEDS)
-    if os.environ.get("FUSEDTP_PROVIDERS") == "write":
-        generated.rewrite(ADDING, "providers", table(monkeypatch))
-    text = ADDING.read_text()
-    assert generated.replaced(text, "providers", table(monkeypatch)) == text, "FUSEDTP_PROVIDERS=write writes it anew"
+    generated.as_written(ADDING, "providers", table(monkeypatch), "FUSEDTP_PROVIDERS")

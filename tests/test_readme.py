@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp import cost
-from fusedtp.bench import generated, store
-from fusedtp.bench.layers import SUITES, decode_table
+from fusedtp.bench import store
+from fusedtp.bench.layers import SUITES
 from fusedtp.bench.ranks import RankPool
 
-from . import published
+from . import generated, published
 from .published import README
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -47,11 +47,7 @@ def test_example_runs_on_three_ranks() -> None:
 
 
 def as_written(document: str, name: str, content: str) -> None:
-    path = published.ROOT / document
-    if os.environ.get("FUSEDTP_README") == "write":
-        generated.rewrite(path, name, content)
-    text = path.read_text()
-    assert generated.replaced(text, name, content) == text, "FUSEDTP_README=write writes it anew"
+    generated.as_written(published.ROOT / document, name, content, "FUSEDTP_README")
 
 
 def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
@@ -84,4 +80,4 @@ def test_table_of_few_tokens_comes_from_results() -> None:
     assert {(ranks, tokens) for ranks, tokens in zip(frame.world_size, frame.M, strict=True)} == {
         (ranks, tokens) for ranks in SUITES["decode"].world_sizes for tokens, *_ in SUITES["decode"].sizes
     }
-    as_written("docs/measured.md", "decode", decode_table(frame))
+    as_written("docs/measured.md", "decode", generated.decode_table(frame))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fusedtp.bench import train as training
+from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import TrainedDecoder, Training, sharded, train
 from fusedtp.recipes import NAMES
@@ -53,6 +58,35 @@ def test_it_learns_in_float8(pool: RankPool) -> None:
 
 def test_it_learns(reference: list[float]) -> None:
     assert reference[-1] < reference[0] - 0.2
+
+
+def test_the_farthest_loss_is_found_in_any_run_at_any_step() -> None:
+    curves = {"one process": [4.0, 3.0, 2.0], "unfused": [4.0, 3.25, 2.0], "fused": [3.5]}
+    assert training.farthest(curves) == 0.5
+    assert training.farthest({**curves, "fused": [4.0]}) == 0.25
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves are written before the bits are compared."""
+
+    def compare(*given: Any) -> dict[str, list[float]]:
+        for name in training.runs(*given[:2]):
+            given[3]()
+            curves[name] = [1.0]
+        return curves
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    curves: dict[str, list[float]] = {}
+    for compares, kept in ((stopped, "train.csv is as it was"), (compare, "the curves are in")):
+        monkeypatch.setattr(training, "compare", compares)
+        monkeypatch.setattr(training, "compare_bits", stopped)
+        result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["train", "--out", str(tmp_path)])
+        assert result.exit_code == 130, result.output
+        assert kept in result.output
+    assert re.search(r"3/4, \d+ s, \d+ s left: 2 x 2 mesh, decomposed, 50 steps", result.output)
+    assert list(training.runs(Training(order="tree"), 3).items()) == [("one process", 50), ("2 x 2 mesh, fused", 3)]
 
 
 def test_another_seed_is_another_run(reference: list[float]) -> None:

@@ -261,7 +261,7 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     assert noisy([sample()]) == ""
     assert "between the quartiles of a time lie 33% of its median" in noisy([busy])
     shown = CliRunner().invoke(app, ["tune", "--help"]).output
-    for column in ("travels", "third", "quartiles", "fastest", "by: how many times"):
+    for column in ("travels", "third", "quartiles", "fastest", "by how many times"):
         assert column in " ".join(shown.split())
 
 
@@ -321,12 +321,24 @@ def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
 
     said: list[str] = []
     case = Case("all_gather_matmul", 33, 24, 16, "float32", 2)
-    timed, ms = tune.time_matmul(SimpleNamespace(run=run), case, BOTH, 0.0, 0, said.append)  # type: ignore[arg-type]
-    assert (timed, set(ms)) == (case, {"matmul", "unfused"})
-    assert said[0] == "all_gather_matmul 33x24x16 float32 on 2"
-    (refused,) = said[1:]
+    job = tune.job_of(case, 0.0, 0)
+    assert set(tune.time_matmul(SimpleNamespace(run=run), job, said.append)) == {"matmul", "unfused"}  # type: ignore[arg-type]
+    (refused,) = said
     assert refused.startswith(f"refused: decomposed: {case}, forward, decomposed, rank 1: y: ")
     assert "elements are wrong" in refused
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(planned: list[tune.Step], *, done: Callable[[], None], **_: Any) -> None:
+        done()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tune, "tune", measure)
+    target = tmp_path / "tuning.json"
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--out", str(target), "--world-size", "2"])
+    assert result.exit_code == 130, result.output
+    assert re.search(r"1/18, \d+ s, \d+ s left: collectives of 64 x 64 float32 on 2", result.output)
+    assert f"{target} is as it was" in result.output
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ class Prediction:
 
     - `matmul_us`, `comm_us`: the library's matmul and collective, each alone.
     - `unfused_us`, `decomposed_us`, `fused_us`: None if that schedule cannot run there.
-    - `cast_us`: the cast of x to float8, part of every schedule's time and of the ceiling; 0 if not asked for.
+    - `cast_us`: the cast of x to float8, part of every schedule's time and of the bound; 0 if not asked for.
     - `network_us`: the exchange of w and its gradient between replicas.
     - `network_exposed_us`: the part of `network_us` that the matmuls do not hide.
     """
@@ -116,7 +116,7 @@ class Prediction:
         return self.unfused_us / self.best_us
 
     @property
-    def ceiling_us(self) -> float:
+    def bound_us(self) -> float:
         """Return the longer of the library's matmul and its collective: the time if one hid behind the other entirely.
 
         A schedule that sends faster than the library's collective can be below it.

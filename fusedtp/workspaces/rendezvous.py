@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.5e-3, 20e-3
 _MAKING = "making the workspace"
+# A rank that waits longer than this for another at its first op says so.
+NOTICE_SECONDS = 10.0
 
 # Groups for which this rank has begun to make a workspace and does not know the outcome.
 _unfinished: WeakSet[ProcessGroup] = WeakSet()
@@ -72,7 +75,7 @@ class StoreExchange:
 
     Waits for rows have the timeout `timeouts.of_first`, because a rank's first op may come late. After an attempt that
     did not finish they have `timeouts.of`. Waits for outcomes always have `timeouts.of`. A PeerTimeout names the
-    missing rank.
+    missing rank; a longer wait for a row names it on standard error before, once.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -81,6 +84,7 @@ class StoreExchange:
         self._group, self._number = group, 0
         # True if this rank broke off last time.
         self._again = group in _unfinished
+        self._noticed = False
         self._numbers: list[int] = []
 
     def rows(self, mine: list[int]) -> list[list[int]]:
@@ -171,7 +175,15 @@ class StoreExchange:
             if what == "outcome" and self._is_outdated():
                 # A rank that is done wrote its outcome before its row was overwritten.
                 return self._outcome(peer)
-            if (waited := next(waits)) > seconds:
+            waited = next(waits)
+            if what == "row" and waited > NOTICE_SECONDS and not self._noticed:
+                self._noticed = True
+                absent = [str(each) for each in range(self._world_size) if self._read("row", each) is None]
+                told = (
+                    f"fusedtp: rank {self._rank} has waited {waited:.3g} s at its first op for rank {', '.join(absent)}"
+                )
+                print(f"{told}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
+            if waited > seconds:
                 come, who = "it has not come" if what == "row" else "it has not made its memory", peer
                 lost = self._read("lost", peer, self._numbers[peer]) if what == "outcome" else None
                 if lost is not None:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedtp.bench.generated import replaced
-
+from ..generated import replaced
 from . import checks
 from .build import Built, build
 from .cases import DTYPES, TARGETS, VARIANTS, plain

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from fusedtp.bench.generated import replaced
-
+from ..generated import replaced
 from .evidence import Done, shares
 from .mutants import Mutant, reason
 

@@ -1,0 +1,103 @@
+"""Parts of documents that tests write: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+
+README's line of measured speed-ups and the tables of docs/measured.md come from results/.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from fusedtp.bench.cases import SHORT_DTYPES, TITLES
+from fusedtp.bench.frames import cases, each, frame_of, overall, records, timed
+from fusedtp.bench.store import Measurement
+from fusedtp.bench.tables import milliseconds
+
+
+def replaced(document: str, name: str, content: str) -> str:
+    """The document with the part `name` replaced."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
+    assert document.count(begin) == document.count(end) == 1, name
+    before, _, rest = document.partition(begin)
+    return f"{before}{begin}{content.strip()}\n{end}{rest.partition(end)[2]}"
+
+
+def as_written(path: Path, name: str, content: str, variable: str) -> None:
+    """The document has this content, or gets it where the environment has `variable`=write."""
+    text = path.read_text()
+    made = replaced(text, name, content)
+    if os.environ.get(variable) == "write":
+        path.write_text(made)
+    else:
+        assert text == made, f"{variable}=write writes it anew"
+
+
+def measured_line(rows: Sequence[Measurement]) -> str:
+    """Markdown of what `decomposed` gains forward: over all single matmuls, and over those of the models."""
+    frame = timed(frame_of(rows))
+    frame = frame[frame["direction"] == "forward"]
+    said = []
+    for name, lines in (("single matmuls", frame[frame["model"] == ""]), (None, frame[frame["model"] != ""])):
+        for found in records(overall(lines)):
+            if found["schedule"] == "decomposed":
+                ends = f"{found['worst']:.2f} to {found['best']:.2f}"
+                counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
+                what = name or f"matmuls of {each(lines, 'model')}"
+                said.append(f"{found['mean']:.2f}x over {found['cases']} {what} ({ends}; {counts})")
+    first = records(frame)[0]
+    return (
+        f"- Measured, {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, `decomposed` over "
+        f"`unfused`: {' and '.join(said)}. Means are geometric."
+    )
+
+
+def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
+    """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
+    frame = frame_of(rows)
+    shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
+    shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
+    lines = [
+        "| op | M x N x K | matmul alone | unfused | decomposed | speed-up | of matmul |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for first, case in cases(shown):
+        ours = case.reindex(["decomposed"])[["speedup_vs_unfused", "matmul_fraction"]].iloc[0]
+        if ours.notna().all():
+            medians = case["median_ms"].reindex(["matmul", "unfused", "decomposed"])
+            numbers = ["" if pd.isna(median) else milliseconds(median) for median in medians]
+            numbers += [f"{ratio:.2f}" for ratio in ours]
+            lines.append(f"| {TITLES[first['op']]} | {first['size']} | {' | '.join(numbers)} |")
+    first, commits = records(shown)[0], each(shown.assign(commit=shown["commit"].str[:12]), "commit")
+    cpu = f"{first['cpu']} ({first['cores']} cores)"
+    lines += [
+        "",
+        f"Medians in ms over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
+        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. Speed-up: unfused / "
+        "decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more where chunks "
+        "suit the caches better than the whole.",
+    ]
+    return "\n".join(lines)
+
+
+def decode_table(frame: pd.DataFrame) -> str:
+    """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
+    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
+    parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
+    for (ranks, tokens), part in parts:
+        ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
+        columns = ours.speedup_vs_torch, ours.speedup_vs_dtensor, local.speedup_vs_torch
+        means = " | ".join(f"{statistics.geometric_mean(each):.2f}" for each in columns)
+        lines.append(f"| {ranks} | {tokens} | {means} |")
+    first, sizes = frame.iloc[0], frame[["N", "K"]].drop_duplicates().itertuples(index=False)
+    lines += [
+        "",
+        "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
+        f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
+        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
+        "+=, F.rms_norm. The bound is the speed-up with free communication.",
+    ]
+    return "\n".join(lines)
