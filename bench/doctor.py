@@ -257,7 +257,7 @@ def find() -> Findings:
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield what a group of two ranks of this machine finds."""
     from fusedtp.calls import tuning
-    from fusedtp.calls.kernels_tuned import version_here
+    from fusedtp.calls.tuning import version_here
 
     yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
     yield "unfused", "runs: torch.distributed alone"

@@ -29,10 +29,8 @@ from .calls import arguments, autograd, problems
 from .calls.settings import described
 from .groups import Group
 from .norms import Norm
-from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Order
-from .options import Options
-from .recipes import Float8
-from .scaled import Scaled
+from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Options, Order
+from .scaled import Float8, Scaled
 from .sharding.notation import parse
 from .sharding.plan import Partition
 

@@ -15,7 +15,7 @@ from fusedtp import groups
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call
 from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.op import Options
 
 
 def ones(*shape: int) -> Tensor:

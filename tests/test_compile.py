@@ -24,7 +24,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import autograd
 from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.op import Options
 
 from .harness import few_kernels, spread
 

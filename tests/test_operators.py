@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.op import Options
 
 from . import direct
 

@@ -11,7 +11,7 @@ from fusedtp.calls.matrices import Named
 from fusedtp.calls.program import Program
 from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
-from fusedtp.sharding.redistribute import Step, moved
+from fusedtp.sharding.routes import Step, moved
 
 COLLECTIVES = {
     "[M_X, K] @ [K, N_X] -> [M, N_X]": ("gather x M", "scatter dx M", "gather x M*"),

@@ -17,10 +17,8 @@ from torch.distributed import ProcessGroup
 from .. import groups
 from ..cost.overlap import MULTICAST, PRODUCERS
 from ..float8 import FLOAT8
-from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op
-from ..options import Options
-from ..recipes import NAMES, Float8
-from ..scaled import check_dense
+from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
+from ..scaled import RECIPES, Float8, check_dense
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing
@@ -233,9 +231,9 @@ def check_activation(activation: str | None, weight: Weights) -> None:
 
 def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
     """Check and return a float8 recipe or None. `dtype` is that of the operands, `of` their name in the error."""
-    if float8 is not None and (not isinstance(float8, str) or float8 not in NAMES):
+    if float8 is not None and (not isinstance(float8, str) or float8 not in RECIPES):
         hint = ", which is for operands of functions: fusedtp.scaled(x, 'mxfp8')" if float8 == "mxfp8" else ""
-        raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}{hint}")
+        raise ValueError(f"float8 must be None or one of {', '.join(RECIPES)}, got {float8!r}{hint}")
     if float8 is not None and dtype == torch.float64:
         raise ValueError(f"float8 is for {of} in {', '.join(map(str, DTYPES[:3]))}, got {dtype}")
     return float8  # type: ignore[return-value]

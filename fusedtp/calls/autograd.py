@@ -28,8 +28,7 @@ from .. import activations, groups, norms
 from ..groups import Group
 from ..locks import one
 from ..norms import Norm
-from ..op import GATED, OF_RESULT
-from ..options import Options
+from ..op import GATED, OF_RESULT, Options
 from ..scaled import Quantized, Scaled
 from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
 from . import arguments, operators, quantized

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from .. import float8, groups, recipes
+from .. import float8, groups
 from ..norms import Norm
-from ..op import GATED, OF_RESULT, Task, numbered
-from ..options import Options
+from ..op import GATED, OF_RESULT, Options, Task, numbered
+from ..scaled import casts_of
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
 from ..sharding.plan import Partition, Plan, plan
@@ -164,7 +164,7 @@ class Call:
         if program is None:
             program = Program(
                 self.partition, self._dtype, self.settings.algorithm, self.settings.float8,
-                recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
+                casts_of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
                 leaves=self.settings.leaves,
             )  # fmt: skip
             x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()

@@ -42,8 +42,8 @@ from ..schedules.forms import Prepared
 from ..torch_private import graph_task
 from ..workspaces import agreement, generation
 from ..workspaces.agreement import Meaning
-from . import kernels_tuned, tuning
-from .kernels_tuned import Tuned
+from . import tuning
+from .tuning import Tuned
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -164,7 +164,7 @@ def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
     # The measurement that gives `fused` another tile than the table's, if any.
     if ws is None or ws.knowledge is None or ws.knowledge.table is None:
         return None
-    return kernels_tuned.nearest(ws.knowledge.table.kernels, task, ws.world_size)
+    return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
 
 
 def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
@@ -244,7 +244,7 @@ class Ready(Prepared):
             if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
                 self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
         if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
-            choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
+            choice, self.path = tuned.choice, replace(self.path, kernel=tuning.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
         ends_with = [
             f"{each} {self.on.where}" for each in (task.activation, "residual" * ("residual" in task.shapes)) if each

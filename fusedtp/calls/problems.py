@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..norms import Norm
-from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER
-from ..options import Options, without_producer
+from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER, Options, without_producer
 from . import arguments
 from .arguments import Biases, Weights
 from .settings import described

@@ -26,12 +26,12 @@ from ..op import (
     Op,
     Task,
 )
-from ..recipes import Cast, Casts
+from ..scaled import Cast, Casts
 from ..schedules.local import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
-from ..sharding.redistribute import Step, moved
+from ..sharding.routes import Step, moved
 from .matrices import Blocks, Matrix, Named, flat_sizes, operands_of, outermost
 
 # A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.

@@ -12,8 +12,7 @@ from torch import Tensor
 from .. import float8
 from ..float8 import E8M0
 from ..norms import Norm
-from ..op import ANY_ORDER, RANK_ORDER
-from ..options import Options
+from ..op import ANY_ORDER, RANK_ORDER, Options
 from ..scaled import Scaled, check_dense
 from ..torch_private import transforms_active
 from .arguments import check_kind

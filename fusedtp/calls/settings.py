@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from .. import recipes
-from ..options import Options
+from ..op import Options
+from ..scaled import RECIPES
 
 # Size of the cache of calls.
 MAX_CALLS = 4096
@@ -100,7 +100,7 @@ class Settings:
         activation, spec, numbers, flags, schedule, algorithm, producer, float8, norm, leaves, *names = text.split("\n")
         ranks = tuple(map(int, numbers.split()))
         w_transposed, by_size = (flag == "1" for flag in flags)
-        recipe = float8 if float8 in recipes.NAMES else ""
+        recipe = float8 if float8 in RECIPES else ""
         name, _, eps = norm.partition(" ")
         dtypes = () if recipe else tuple(getattr(torch, name) for name in float8.removesuffix(_BLOCKS).split())
         return Settings(

@@ -25,8 +25,7 @@ from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .local import NARROW, activate, activated, into, mm, padded, sum_into, summed, with_norm
-from .packed import PackedGather
+from .local import NARROW, PackedGather, activate, activated, into, mm, padded, sum_into, summed, with_norm
 from .transport import travelling
 from .verbs import Epilogue, Product
 

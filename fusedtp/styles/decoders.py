@@ -36,9 +36,8 @@ from .. import groups
 from ..calls import arguments, dispatch
 from ..calls.parameters import same_as
 from ..errors import PeerTimeout, RanksDisagree
-from ..op import ANY_ORDER, RANK_ORDER, Order
-from ..options import Options
-from ..recipes import Float8
+from ..op import ANY_ORDER, RANK_ORDER, Options, Order
+from ..scaled import Float8
 from ..workspaces import agreement, timeouts
 from . import lora
 from .embeddings import FusedEmbeddingParallel

@@ -34,10 +34,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import groups
 from ..calls import arguments, autograd, dispatch, problems
 from ..calls.parameters import Lies, Watched, local, watch_all
-from ..op import RANK_ORDER, Order
-from ..options import Options
-from ..recipes import Float8
-from ..scaled import check_dense
+from ..op import RANK_ORDER, Options, Order
+from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
 
 
