@@ -121,7 +121,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("styles: the index behind the last row", "styles/embeddings.py", "outside | (rows >= size)", "outside | (rows > size)", "test_embeddings.py"),
     ("styles: the padding row of the whole", "styles/embeddings.py", "else padding - begin", "else padding", "test_embeddings.py"),
     ("styles: a norm's gradients are not added up", "styles/norms.py", "\"whole\" if placement.is_replicate() else \"part\"", "\"whole\"", "test_norms.py"),
-    ("styles: packed parts in the other order", "styles/packed.py", "whole = torch.cat(parts)", "whole = torch.cat(parts[::-1])", "test_loading.py test_decoders.py"),
+    ("styles: packed parts in the other order", "styles/grouped.py", "whole = torch.cat(parts)", "whole = torch.cat(parts[::-1])", "test_loading.py test_decoders.py"),
     ("checkpoint: DTensor's other sizes", "shards.py", "piece = -(-length // world_size)\n", "piece = max(1, length // world_size)\n", "test_shards.py test_layer_state.py"),
     # Dispatch, tuning and the cost model.
     ("dispatch: copies in a capture", "calls/dispatch.py", "\"decomposed\" if capturing else \"\"", "\"\"", "test_dispatch.py"),

@@ -41,10 +41,9 @@ from ..scaled import Float8
 from ..workspaces import agreement, timeouts
 from . import lora
 from .embeddings import FusedEmbeddingParallel
-from .grouped import FusedGroup
+from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
-from .packed import Unpack, features, is_conv1d, joined
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 

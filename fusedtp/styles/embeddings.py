@@ -16,8 +16,7 @@ from ..calls import arguments, dispatch
 from ..calls.parameters import PLAIN, local
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
-from .linears import as_dtensor, check_mesh, lies, met_before, positive
-from .shared import Derived, derived
+from .linears import Derived, as_dtensor, check_mesh, derived, lies, met_before, positive
 
 
 class FusedEmbeddingParallel(ParallelStyle):

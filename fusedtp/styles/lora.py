@@ -27,11 +27,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..calls.parameters import same_as
 from .embeddings import FusedEmbedding
-from .grouped import FusedGroup, FusedGroupedLinear
-from .linears import FusedColwiseParallel, FusedLinear, FusedRowwiseLinear, FusedRowwiseParallel, as_dtensor
+from .grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
+from .linears import (
+    Derived,
+    FusedColwiseParallel,
+    FusedLinear,
+    FusedRowwiseLinear,
+    FusedRowwiseParallel,
+    FusedSharedLinear,
+    as_dtensor,
+    derived,
+    replicate,
+    share,
+)
 from .norms import AsGiven
-from .packed import Unpack, Unpacked, joined
-from .shared import Derived, FusedSharedLinear, derived, replicate, share
 
 
 def model_of(model: nn.Module) -> nn.Module:

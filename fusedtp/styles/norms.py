@@ -15,8 +15,7 @@ from torch.nn import functional as F
 from ..calls import arguments, dispatch
 from ..calls.parameters import local
 from ..scaled import check_dense
-from .linears import as_dtensor, check_mesh, met_before, positive
-from .shared import Derived, Sum, derived, replicate
+from .linears import Derived, Sum, as_dtensor, check_mesh, derived, met_before, positive, replicate
 
 
 class FusedNormParallel(ParallelStyle):
