@@ -114,7 +114,7 @@ def mode_lines() -> Iterator[tuple[str, str]]:
     import torch
 
     from fusedtp.cost.hardware import of_gpu
-    from fusedtp.memory.gpus import Driver
+    from fusedtp.memory.cuda import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
@@ -134,7 +134,7 @@ def mode_lines() -> Iterator[tuple[str, str]]:
 def link_lines() -> Iterator[tuple[str, str]]:
     import torch
 
-    from fusedtp.memory.gpus import Driver
+    from fusedtp.memory.cuda import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
