@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
 from functools import cache
@@ -65,17 +65,11 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Measured times of an op's schedules at one size.
+class Size:
+    """Op that was measured, and its size.
 
     - `rows`, `cols`: shape of the whole tensor that travels.
-    - `third`: the product's third dim, 0 for none.
-    - `ms`: median time of each schedule.
-    - `p25`, `p75`: quartiles of the times.
-    - `slower`: lower end of the 95 % interval of each schedule's time over the fastest one's. At 1 or below, the
-      difference is noise.
-
-    `p25`, `p75` and `slower` are empty in older files. Then no difference counts as noise.
+    - `third`: the product's third dim on a rank, 0 for none.
     """
 
     op: str
@@ -84,6 +78,20 @@ class Sample:
     rows: int
     cols: int
     third: int
+
+
+@dataclass(frozen=True)
+class Sample(Size):
+    """Measured times of an op's schedules at one size.
+
+    - `ms`: median time of each schedule.
+    - `p25`, `p75`: quartiles of the times.
+    - `slower`: lower end of the 95 % interval of each schedule's time over the fastest one's. At 1 or below, the
+      difference is noise.
+
+    `p25`, `p75` and `slower` are empty in older files. Then no difference counts as noise.
+    """
+
     ms: Mapping[str, float]
     p25: Mapping[str, float] = field(default_factory=dict)
     p75: Mapping[str, float] = field(default_factory=dict)
@@ -95,23 +103,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class Tuned(Size):
     """The fastest tile measured for a size of an op.
 
-    - `rows`, `cols`: shape of the whole tensor that travels.
-    - `third`: the product's third dim on a rank.
     - `choice`: fields of `kernels.choices.Choice`; None if the table's tile was as fast as any.
     - `ms`, `usual_ms`: median times with the choice and with the table's tile.
     - `faster`: lower end of the 95 % interval of `usual_ms / ms`.
     - `version`: version of this package, whose kernels were measured.
     """
 
-    op: str
-    world_size: int
-    dtype: str
-    rows: int
-    cols: int
-    third: int
     choice: Mapping[str, int] | None
     ms: float
     usual_ms: float
@@ -260,31 +260,30 @@ def _sample(entry: Entry) -> Sample:
     noise = [name for name in _NOISE if name in entry.values]
     entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms", *noise)
     ms = entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES)
-    return Sample(
-        op=entry.text("op", among=OPS),
-        world_size=entry.integer("world_size", 1, MOST_RANKS),
-        dtype=entry.text("dtype", among=ITEMSIZE),
-        rows=entry.integer("rows", 1, MOST_LENGTH),
-        cols=entry.integer("cols", 1, MOST_LENGTH),
-        third=entry.integer("third", 0, MOST_LENGTH),
-        ms=ms,
-        **{name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise},
-    )
+    more: dict[str, Any] = {name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise}
+    return Sample(**_size(entry, OPS, 1, 0), ms=ms, **more)
+
+
+def _size(entry: Entry, ops: Collection[str], least_ranks: int, least_third: int) -> dict[str, Any]:
+    return {
+        "op": entry.text("op", among=ops),
+        "world_size": entry.integer("world_size", least_ranks, MOST_RANKS),
+        "dtype": entry.text("dtype", among=ITEMSIZE),
+        "rows": entry.integer("rows", 1, MOST_LENGTH),
+        "cols": entry.integer("cols", 1, MOST_LENGTH),
+        "third": entry.integer("third", least_third, MOST_LENGTH),
+    }
 
 
 def _tuned(entry: Entry) -> Tuned:
     entry.only(*Tuned.__dataclass_fields__)
-    lengths = {name: entry.integer(name, 1, MOST_LENGTH) for name in ("rows", "cols", "third")}
     return Tuned(
-        op=entry.text("op", among=[name for name, op in OPS.items() if op.multiplies]),
-        world_size=entry.integer("world_size", 2, MOST_RANKS),
-        dtype=entry.text("dtype", among=ITEMSIZE),
+        **_size(entry, [name for name, op in OPS.items() if op.multiplies], 2, 1),
         choice=None if entry.value("choice") is None else _choice(entry.entry("choice")),
         faster=entry.number("faster", 0, MOST_MS / LEAST_MS),
         ms=entry.number("ms", LEAST_MS, MOST_MS),
         usual_ms=entry.number("usual_ms", LEAST_MS, MOST_MS),
         version=entry.text("version"),
-        **lengths,
     )
 
 
