@@ -479,8 +479,9 @@ def _resize(model: Any, *args: Any, **options: Any) -> Any:
 
 # Methods of transformers and peft, and the functions that replace them on a split model.
 _REPLACED: Mapping[str, Callable[..., Any]] = {
-    "save_pretrained": _save, "resize_token_embeddings": _resize, "unload": lora.unload,
-    "merge_and_unload": lora.merge_and_unload, "_enable_peft_forward_hooks": lora.with_adapter_names,
+    "save_pretrained": _save, "resize_token_embeddings": _resize,
+    **{name: partial(lora.unload, name) for name in ("unload", "merge_and_unload")},
+    "_enable_peft_forward_hooks": lora.with_adapter_names,
     "add_weighted_adapter": lora.add_weighted_adapter,
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from .linears import (
     FusedColwiseParallel,
     FusedSharedLinear,
     columns,
-    replicate,
+    distribute,
     share,
     warn_of_ties,
 )
@@ -143,7 +143,7 @@ class FusedGroup(ParallelStyle):
         for name, linear, own in zip(self.names, linears, given, strict=True):
             pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
             if pieces < num_ranks:
-                replicate(linear, device_mesh, self.src_data_rank)
+                distribute(linear, device_mesh, self.src_data_rank)
                 length = linear.out_features // pieces
                 piece = device_mesh.get_local_rank() * pieces // num_ranks
                 share(self.style, linear, device_mesh, slice(piece * length, (piece + 1) * length))

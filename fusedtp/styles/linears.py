@@ -343,11 +343,7 @@ class _FusedStyle(ParallelStyle):
         self.check(module, device_mesh)
         if not self.keeps_ties:
             warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
-        for name, placement in (("weight", self._weight), ("bias", self._bias)):
-            parameter = getattr(module, name)
-            if parameter is not None and not _lies(parameter, device_mesh, placement):
-                value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        distribute(module, device_mesh, self.src_data_rank, weight=self._weight, bias=self._bias)
         watch_all(module)
         module.__class__ = self._linear
         # torch's own styles refuse such a module.
@@ -437,11 +433,13 @@ class FusedSharedLinear(FusedColwiseLinear):
         return weight, bias
 
 
-def replicate(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Make a module's own parameters DTensors, Replicate()."""
+def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None, **lie: Placement) -> None:
+    """Make a module's own parameters DTensors: those named in `lie` with these placements, by default all whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        value = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=src_data_rank)
-        setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        placement = lie.get(name) if lie else Replicate()
+        if placement is not None and not _lies(parameter, device_mesh, placement):
+            value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=src_data_rank)
+            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
 
 
 def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMesh, own_rows: slice) -> None:

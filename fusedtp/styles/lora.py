@@ -37,7 +37,7 @@ from .linears import (
     FusedSharedLinear,
     as_dtensor,
     derived,
-    replicate,
+    distribute,
     share,
 )
 from .norms import AsGiven
@@ -160,7 +160,7 @@ class _Apply:
             }  # fmt: skip
             self(FusedGroup(*(f"parts.{i}" for i in range(len(like))), pieces=pieces, **self.options), linear)
         elif shared:
-            replicate(linear, self.mesh, self.src)
+            distribute(linear, self.mesh, self.src)
             share(style, linear, self.mesh, like[0].own_rows)
         else:
             self(style, linear.parts[0] if packed else linear)
@@ -176,17 +176,8 @@ def only_asked() -> Iterator[None]:
         FusedLinear.has_adapters = False
 
 
-def unload(tuner: Any, *args: Any, **options: Any) -> Any:
-    """Take all adapters off, as the tuner's own `unload` does."""
-    return _without_adapters(tuner, "unload", args, options)
-
-
-def merge_and_unload(tuner: Any, *args: Any, **options: Any) -> Any:
-    """Merge all adapters and take them off, as the tuner's own `merge_and_unload` does."""
-    return _without_adapters(tuner, "merge_and_unload", args, options)
-
-
-def _without_adapters(tuner: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def unload(name: str, tuner: Any, *args: Any, **options: Any) -> Any:
+    """Take all adapters off by the tuner's own method `name`, unload or merge_and_unload."""
     with only_asked():
         model = getattr(type(tuner), name)(tuner, *args, **options)
     for module in model.modules():

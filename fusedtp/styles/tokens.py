@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linears import FusedColwiseParallel
+from .linears import FusedColwiseParallel, distribute
 
 TOKENS = Shard(1)
 """Tokens are the second dim of hidden states, [batch, tokens, features]."""
@@ -155,10 +155,8 @@ class SplitFeatures(ParallelStyle):
         self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            value = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        distribute(module, device_mesh, self.src_data_rank, **dict.fromkeys(names, Shard(0)))
         module.register_forward_pre_hook(partial(_features_before, device_mesh, self.dim))
         module.register_forward_hook(_local_after)
         return module
