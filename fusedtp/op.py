@@ -66,11 +66,6 @@ class Options(NamedTuple):
     activation: str | None = None
 
 
-def without_producer(asked: Options) -> Options:
-    """Return the options with the default producer, for a call without a gather. A compiler can trace the code."""
-    return Options(asked.schedule, asked.algorithm, "auto", asked.float8, asked.order, asked.activation)
-
-
 def numbered(name: str, count: int) -> tuple[str, ...]:
     """Return a name for each of several: b, b1, b2. A compiler can trace the code."""
     return tuple([f"{name}{i or ''}" for i in range(count)])

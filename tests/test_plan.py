@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtp.calls.matrices import Named
-from fusedtp.calls.program import Program
+from fusedtp.calls.program import Named, Program
 from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
 from fusedtp.sharding.routes import Step, moved
@@ -55,11 +54,11 @@ def task(text: str, matmul: MatmulPlan) -> str:
         return Named(name, sharding.names, tuple(partition.length(dim, sharding.axes(dim)) for dim in sharding.names))
 
     (out,) = program.matmul(matmul, [named(matmul.names[0], matmul.a)], [named(matmul.names[1], matmul.b)])
-    only = program.finish([(out, matmul.c.names)]).only
-    if only is None:
+    steps = program.finish([(out, matmul.c.names)]).steps
+    if len(steps) != 1 or (task := steps[0].task) is None:
         return ""
-    dim = "" if only.task.op.kind == "all_reduce" else str(only.task.dim)
-    return f"{short[only.task.op.name]} {dim} {'t' * only.task.transposed}".strip()
+    dim = "" if task.op.kind == "all_reduce" else str(task.dim)
+    return f"{short[task.op.name]} {dim} {'t' * task.transposed}".strip()
 
 
 @pytest.mark.parametrize("text", COLLECTIVES)
