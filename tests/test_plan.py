@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusedtp import float8
+from fusedtp.calls.problems import Settings
 from fusedtp.calls.program import Named, Program
 from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
@@ -48,7 +50,7 @@ def task(text: str, matmul: MatmulPlan) -> str:
     """The task that runs a plan's matmul on rank 0 of two: its op, dim, and whether its result is transposed."""
     short = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs", "matmul_all_reduce": "ar"}
     partition = Partition({name: 8 for name in parse(text).dim_names}, {"X": (0, 2)}, {})
-    program = Program(partition, torch.float32)
+    program = Program(partition, torch.float32, Settings(text, (), ()), float8.OCP)
 
     def named(name: str, sharding: Tensor) -> Named:
         return Named(name, sharding.names, tuple(partition.length(dim, sharding.axes(dim)) for dim in sharding.names))

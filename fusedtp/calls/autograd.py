@@ -222,7 +222,7 @@ def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, nu
 
     - `names`: with spaces between them, x first. `x.scale` and `w.scale` are scales of float8.
     - `keeps`: return the products before the activation too. Gradients need them, except those of `OF_RESULT`.
-    - `settings`, `numbers`: as in `call.of`. The numbers may be symbolic.
+    - `settings`, `numbers`: as in `call.of`, the settings as `text`. The numbers may be symbolic.
     """
     return _forward(tensors, names, keeps, settings, numbers)
 

@@ -28,7 +28,6 @@ from torch.nn import functional as F
 from .. import float8, groups
 from ..norms import Norm
 from ..op import GATED, OF_RESULT, Options, numbered
-from ..scaled import casts_of
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
 from ..sharding.plan import Partition, Plan, plan
@@ -90,28 +89,19 @@ class Call:
         # True if F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
         # operands (`reads_beside`).
         alone = all(size == 1 for _, size in places.values())
-        self.is_linear = alone and not (
-            self.widths or self.activation or settings.norm or settings.dtypes or settings.asked.float8
-            or settings.leaves > 0
-        )  # fmt: skip
-        names = (*spec.a.names[:-1], spec.n)
-        self.is_linear &= settings.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
-        self.is_linear &= not reads_beside(dtype, device)
+        ends = self.activation or settings.norm or settings.dtypes or settings.asked.float8 or settings.leaves > 0
+        self.is_linear = alone and settings.w_transposed and not (self.widths or ends or reads_beside(dtype, device))
         if settings.blocks:
             self._check_blocks()
-        self._plan: Plan | None = None
         # Keys: the names of the given tensors (forward), or which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
 
     def plan(self) -> Plan:
         """Return the plan, which is the same on every rank."""
-        if self._plan is None:
-            if self.settings.by_size:
-                sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
-                self._plan = plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
-            else:
-                self._plan = plan(self._spec)
-        return self._plan
+        if not self.settings.by_size:
+            return plan(self._spec)
+        sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
+        return plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
 
     def said(self) -> str:
         """Return the text for `agreement` of properties that a task's matrices do not show.
@@ -158,13 +148,7 @@ class Call:
         ]
 
     def _written(self, key: Any) -> Program:
-        settings = self.settings
-        dtypes = tuple([getattr(torch, name) for name in settings.dtypes[:2]])
-        casts = casts_of(settings.asked.float8 or "", self._formats)
-        program = Program(
-            self.partition, self._dtype, settings.asked.algorithm, dtypes, casts, blocks=settings.blocks,
-            norm=self.norm, leaves=settings.leaves,
-        )  # fmt: skip
+        program = Program(self.partition, self._dtype, self.settings, self._formats)
         x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
         if key[0] == "x":
             ending = Ending(
@@ -180,7 +164,7 @@ class Call:
         for step in program.steps:
             if step.task is not None:
                 # Before the first task runs: otherwise peers would run the tasks before the refused one.
-                check_units(step.task, settings.asked.schedule, self._group(step.axis), self._device)
+                check_units(step.task, self.settings.asked.schedule, self._group(step.axis), self._device)
         self._programs[key] = program
         return program
 
@@ -263,13 +247,6 @@ class Call:
 _calls: dict[Any, Call] = generation.table({})
 
 
-def _kept(key: Any) -> Call | None:
-    if generation.gone:
-        generation.changed()
-    call = _calls.get(key)
-    return call if call is not None and call.version == generation.version else None
-
-
 def _keep(key: Any, call: Call) -> Call:
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
@@ -284,7 +261,12 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
         # A new group may have the name of a destroyed one.
         members = tuple(id(groups.named(name)) for name in settings.group_names)
         key = (settings, tuple(numbers), dtype, device, members)
-        return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype, device))
+        if generation.gone:
+            generation.changed()
+        call = _calls.get(key)
+        if call is None or call.version != generation.version:
+            call = _keep(key, Call(settings, tuple(numbers), dtype, device))
+        return call
     except TypeError as error:
         # Symbolic lengths of torch.compile cannot be hashed. Such a call is made once a graph and not cached.
         if "SymInt" not in str(error):

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..float8 import largest_finite
+from ..float8 import Formats, largest_finite
 from ..op import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -32,13 +32,14 @@ from ..op import (
     Task,
     numbered,
 )
-from ..scaled import Cast, Casts
+from ..scaled import Cast, casts_of
 from ..schedules.local import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
 from .dispatch import Ready
+from .problems import Settings
 
 
 @dataclass(frozen=True)
@@ -193,17 +194,13 @@ class ProgramStep:
 class Program:
     """Steps from given tensors to results. A result is a tensor's name and the permutation of its dims, if any."""
 
-    def __init__(
-        self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
-    ) -> None:  # fmt: skip
-        self.partition, self.dtype, self._algorithm = partition, dtype, algorithm
-        # The dtypes of forward's float8 operands and whether they have block scales, or the recipe that casts operands.
-        self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
-        # The name and eps of a task's norm.
-        self._norm = norm
-        # The fields of `Task` with these names. The argument `leaves` stands for both, as in settings.
-        self.leaves, self.any_order = max(0, leaves), leaves == AS_ANY
+    def __init__(self, partition: Partition, dtype: torch.dtype, settings: Settings, formats: Formats) -> None:
+        self.partition, self.dtype, self._settings = partition, dtype, settings
+        # The dtypes of forward's float8 operands, or the recipe that casts operands.
+        self._float8 = tuple([getattr(torch, name) for name in settings.dtypes[:2]])
+        self._recipe = casts_of(settings.asked.float8 or "", formats)
+        # The fields of `Task` with these names.
+        self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
         self.steps: list[ProgramStep] = []
         self.results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
@@ -466,11 +463,12 @@ class Program:
         operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
         # The float8 dtype of the task's first operand.
         first = float8[int(exchanged)] if float8 else None
-        name, eps = self._norm if ending.norm else ("", 0.0)
+        name, eps = (self._settings.norm, self._settings.eps) if ending.norm else ("", 0.0)
+        algorithm = self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto"
+        turned = transposed and op is ALL_GATHER_MATMUL
         task = Task(
-            op, shapes, self.dtype, flat, along, transposed and op is ALL_GATHER_MATMUL,
-            self._algorithm if op is MATMUL_ALL_REDUCE else "auto", ending.activation, ending.keeps, first,
-            self._blocks, name, eps, self.leaves, self._of_sums(op),
+            op, shapes, self.dtype, flat, along, turned, algorithm, ending.activation, ending.keeps, first,
+            self._settings.blocks, name, eps, self.leaves, self._of_sums(op),
         )  # fmt: skip
         if not self.leaves or not ending.activation:
             return self.task(task, step.axis, operands, *made)
