@@ -88,8 +88,12 @@ class ShardedLinear(parameters.Watched):
         made_in = dtype or torch.get_default_dtype()
         arguments.float8_of(options.float8, made_in, "parameters")
         self.options = options
-        self.feature_sizes = self._sizes_of(feature_sizes, (out_features, in_features)[self._dim])
-        if arguments.leaves_of(options, self.group.size(), made_in) > 0 and self._sums_features:
+        length, world_size = (out_features, in_features)[self._dim], self.group.size()
+        if feature_sizes is None:
+            pieces = chunk_sizes(length // self._matrices, world_size)
+            feature_sizes = tuple(self._matrices * size for size in pieces)
+        self.feature_sizes = check_sizes(feature_sizes, world_size=world_size, length=length, name="feature_sizes")
+        if arguments.leaves_of(options, world_size, made_in) > 0 and self._sums_features:
             arguments.check_even(options.order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
@@ -122,12 +126,6 @@ class ShardedLinear(parameters.Watched):
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
         """Make parameters that only some layers have."""
-
-    def _sizes_of(self, sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
-        world_size = self.group.size()
-        if sizes is None:
-            return tuple(self._matrices * size for size in chunk_sizes(length // self._matrices, world_size))
-        return check_sizes(sizes, world_size=world_size, length=length, name="feature_sizes")
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..torch_private import register_group, store_of, symmetric_empty, symmetric_rendezvous, unregister_group
-from . import Arena, Exchange, Unreachable
+from . import Arena, Exchange, Unreachable, differing
 
 # torch's own switch.
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -337,7 +337,9 @@ class CudaMemory:
         name = f"fusedtp/{uuid.uuid4().hex}"
         # After this exchange every rank's header is in place: peers must not signal before.
         offers = self._exchange(_Offer(self._gpu.place(), num_bytes, int(header[0]), why_not, name))
-        _check_alike(offers)
+        asked = [(each.num_bytes, each.epoch) for each in offers]
+        if len(set(asked)) > 1:
+            raise ValueError(differing(asked))
         _raise_first([each.why_not for each in offers])
         places = [each.place for each in offers]
         if reason := refusal(places):
@@ -408,13 +410,3 @@ def _raise_first(reasons: list[str]) -> None:
     for rank, reason in enumerate(reasons):
         if reason:
             raise Unreachable(f"rank {rank}: {reason}")
-
-
-def _check_alike(offers: list[_Offer]) -> None:
-    # Ranks that make different calls may meet here: one that grows its arena, say, and one that starts over.
-    if any((each.num_bytes, each.epoch) != (offers[0].num_bytes, offers[0].epoch) for each in offers):
-        each_rank = ", ".join(f"{each.num_bytes} from epoch {each.epoch} on rank {r}" for r, each in enumerate(offers))
-        raise ValueError(
-            f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, "
-            "or not all of them have called fusedtp.destroy"
-        )

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import arguments, dispatch
-from ..calls.parameters import PLAIN, local
+from ..calls.parameters import PLAIN, as_dtensor, local
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
-from .linears import Derived, as_dtensor, check_mesh, derived, distribute, lies, met_before, positive
+from .linears import Derived, check_mesh, derived, distribute, lies, met_before, positive
 
 
 class FusedEmbeddingParallel(ParallelStyle):

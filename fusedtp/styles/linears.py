@@ -16,7 +16,6 @@ The op returns whole gradients: that of a row bias is summed over all rows, not 
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, autograd, dispatch, operators, problems
-from ..calls.parameters import Lies, Watched, local, watch_all
+from ..calls.parameters import Lies, Watched, as_dtensor, local, watch_all
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
@@ -91,13 +90,6 @@ class _Layouts:
         if made != output:
             out = out.redistribute(placements=[output])
         return out.to_local() if self.use_local_output else out
-
-
-def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: tuple[int, ...]) -> DTensor:
-    """Return y, which lies as `made` of a whole tensor of `shape`, as a DTensor."""
-    # A DTensor's strides are those of the whole tensor. Wrong ones would mislead a view of it.
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(y.contiguous(), mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:

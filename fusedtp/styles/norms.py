@@ -13,9 +13,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from ..calls import arguments, dispatch
-from ..calls.parameters import local
+from ..calls.parameters import as_dtensor, local
 from ..scaled import check_dense
-from .linears import Derived, Sum, as_dtensor, check_mesh, derived, distribute, met_before, positive
+from .linears import Derived, Sum, check_mesh, derived, distribute, met_before, positive
 
 
 class FusedNormParallel(ParallelStyle):
