@@ -104,7 +104,7 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
 
 def order(text: str, num_ranks: int) -> str:
     """Check an order of sums on so many ranks; BadParameter for a wrong one."""
-    from fusedtp.options import Options
+    from fusedtp.op import Options
 
     from ..calls.arguments import leaves_of
 

@@ -201,7 +201,7 @@ def explain(
 
 def _explained(found: Explanation, console: Console) -> None:
     # A table for each of the three matmuls with its total and its reason, then the totals of all.
-    from fusedtp.sharding.candidates import quantity
+    from fusedtp.sharding.routes import quantity
 
     from .tables import CellTable
 

@@ -16,8 +16,7 @@ from .cases import EVERY_DTYPE, MODELS, Case, block
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedtp.calls.kernels_tuned import Tuned
-    from fusedtp.calls.tuning import Sample
+    from fusedtp.calls.tuning import Sample, Tuned
     from fusedtp.calls.tuning import Table as Measurements
 
     from .tune_kernels import TileSearch
@@ -245,7 +244,7 @@ def tune_tiles(
 ) -> None:
     """Search, keep each finding at once where it was measured on GPUs, and show all; exit with 1 if a size failed."""
     from fusedtp.calls import tuning
-    from fusedtp.calls.kernels_tuned import version_here
+    from fusedtp.calls.tuning import version_here
 
     from .tune_kernels import size_of, tune_kernels
 
@@ -311,7 +310,7 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
 
 def show_current_tiles(table: Measurements, console: Console) -> None:
     """Those of a file that are for this version's kernels; and how many are not."""
-    from fusedtp.calls.kernels_tuned import version_here
+    from fusedtp.calls.tuning import version_here
 
     current = [each for each in table.kernels if each.version == version_here()]
     show_tiles(current, "measured on this machine", console)

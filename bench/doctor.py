@@ -114,7 +114,7 @@ def mode_lines() -> Iterator[tuple[str, str]]:
     import torch
 
     from fusedtp.cost.hardware import of_gpu
-    from fusedtp.memory.gpus import Driver
+    from fusedtp.memory.cuda import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
@@ -134,7 +134,7 @@ def mode_lines() -> Iterator[tuple[str, str]]:
 def link_lines() -> Iterator[tuple[str, str]]:
     import torch
 
-    from fusedtp.memory.gpus import Driver
+    from fusedtp.memory.cuda import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
@@ -257,7 +257,7 @@ def find() -> Findings:
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield what a group of two ranks of this machine finds."""
     from fusedtp.calls import tuning
-    from fusedtp.calls.kernels_tuned import version_here
+    from fusedtp.calls.tuning import version_here
 
     yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
     yield "unfused", "runs: torch.distributed alone"

@@ -33,9 +33,9 @@ from torch.distributed import ProcessGroup
 from fusedtp.kernels.choices import Choice, applied
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
-from fusedtp.memory.gpus import Driver
+from fusedtp.memory.cuda import Driver
 from fusedtp.scaled import Quantized, scaled
-from fusedtp.scaled_mm import mm
+from fusedtp.schedules.local import mm
 from fusedtp.schedules.producer import part_rows, piece_rows
 from fusedtp.shards import even_sizes, offsets
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fusedtp import reference
 from fusedtp.float8 import E8M0
 from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
-from fusedtp.scaled_mm import mm
+from fusedtp.schedules.local import mm
 from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
 

@@ -33,8 +33,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
-from fusedtp.files import read_text, replace
-from fusedtp.workspaces.entries import Entry, entry_of
+from fusedtp.files import Entry, entry_of, read_text, replace
 
 from . import arguments, store
 from .cases import OPS, SHAPES, Case

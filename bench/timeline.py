@@ -20,8 +20,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from fusedtp import trace
-from fusedtp.files import read_text, replace
-from fusedtp.workspaces.entries import Entry, entry_of
+from fusedtp.files import Entry, entry_of, read_text, replace
 
 from . import theme
 from .arguments import MAX_RANKS

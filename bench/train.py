@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 from fusedtp.op import RANK_ORDER, Order
-from fusedtp.recipes import Float8
+from fusedtp.scaled import Float8
 
 from . import theme
 from .ranks import RankPool

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.calls.dispatch import Ready
-from fusedtp.calls.kernels_tuned import Tuned, version_here
+from fusedtp.calls.tuning import Tuned, version_here
 from fusedtp.op import OPS, Task
 from fusedtp.scaled import Quantized, Scaled
 

@@ -75,13 +75,6 @@ def _of(function: str, z: Tensor) -> Tensor:
     return _filled_up(partial(F.gelu, approximate=_approximate(function)), z)
 
 
-def of(name: str, zs: Sequence[Tensor]) -> list[Tensor]:
-    """Return every y, differentiable: one for each z, or one for gate and up."""
-    if name in GATED:
-        return [_of(GATED[name], zs[0]) * zs[1]]
-    return [_of(name, z) for z in zs]
-
-
 def _backward(function: str, dy: Tensor, kept: Tensor) -> Tensor:
     if function == "relu":
         return _aten.threshold_backward(dy, kept, 0)  # type: ignore[no-any-return]

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 from . import groups, locks
 from .calls import arguments, operators
 from .groups import Group
-from .op import ALL_GATHER, ALL_REDUCE, RANK_ORDER, REDUCE_SCATTER, Op, Order
-from .options import Options
+from .op import ALL_GATHER, ALL_REDUCE, RANK_ORDER, REDUCE_SCATTER, Op, Options, Order
 
 
 def _collective(

@@ -15,10 +15,9 @@ from typing import Literal
 from .cost.hardware import Hardware, find
 from .cost.model import Prediction, estimate
 from .cost.work import Work
-from .sharding.candidates import flops, quantity
 from .sharding.notation import Spec, Tensor, parse
 from .sharding.plan import FLOPS_PER_BYTE, START_BYTES, MatmulPlan, Plan, is_float8, made_of, measure, plan
-from .sharding.redistribute import Sizes, Step
+from .sharding.routes import Sizes, Step, flops, quantity
 
 NAMED = {
     "column-parallel, x split by rows": "[M_X, K] @ [K, N_X] -> [M, N_X]",

@@ -26,13 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
 from .calls import arguments, autograd, problems
-from .calls.settings import described
 from .groups import Group
 from .norms import Norm
-from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Order
-from .options import Options
-from .recipes import Float8
-from .scaled import Scaled
+from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Options, Order
+from .scaled import Float8, Scaled
 from .sharding.notation import parse
 from .sharding.plan import Partition
 
@@ -69,7 +66,7 @@ def sharded_matmul(
     arguments.check_tensor("b", b, a, than="a")
     asked = Options(schedule, producer=producer, float8=float8)
     arguments.check_options(asked, a)
-    arguments.check_float8(float8, a)
+    arguments.float8_of(float8, a.dtype, "x")
     parsed = parse(spec)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
@@ -87,9 +84,9 @@ def sharded_matmul(
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
-    settings = described(
-        str(parsed), [group.group_name for group in groups_of.values()], [rank for rank, _ in place.values()], asked,
-        w_transposed=False, by_size=True,
+    settings = problems.Settings(
+        str(parsed), tuple([group.group_name for group in groups_of.values()]),
+        tuple([rank for rank, _ in place.values()]), asked, w_transposed=False, by_size=True,
     )  # fmt: skip
     return autograd.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
 

@@ -67,7 +67,8 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
         return world
     if isinstance(group, dist.ProcessGroup):
         return group
-    if _leaves_out(group):
+    # new_group returns this int to ranks that are not in the group.
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"group must have this rank in it, got {group}, GroupMember.NON_GROUP_MEMBER of new_group")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -83,11 +84,6 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
             gone = "it may have been destroyed, or this rank is not in it"
             raise ValueError(f"group {group!r} is not the name of a process group of this process: {gone}") from error
     raise TypeError(f"group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got {type(group).__name__}")
-
-
-def _leaves_out(group: object) -> bool:
-    # new_group returns this int to ranks that are not in the group.
-    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 # Cache of the kinds of devices that a group carries.

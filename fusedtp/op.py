@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,17 @@ Order: TypeAlias = str
 RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
 # Any order of ranks' terms, as is fastest. Settings store its number in place of a tree's leaves.
 ANY_ORDER, AS_ANY = "any", -1
+
+
+class Options(NamedTuple):
+    """Options of a call, equal on all ranks. `all_gather_linear` documents them."""
+
+    schedule: str = "auto"
+    algorithm: str = "auto"
+    producer: str = "auto"
+    float8: str | None = None
+    order: str = RANK_ORDER
+    activation: str | None = None
 
 
 def numbered(name: str, count: int) -> tuple[str, ...]:

@@ -14,15 +14,16 @@ Callers pass `Scaled`. Schedules use `Quantized`: a matrix with its dims in any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from . import float8
-from .float8 import BLOCK, E8M0, along_blocks, in_blocks, largest_finite, quantized, widened
+from .float8 import BLOCK, E8M0, Formats, along_blocks, in_blocks, largest_finite, quantized, widened
 from .torch_private import c10d
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
@@ -348,3 +349,49 @@ def by_columns(x: Matrix) -> Matrix:
     wide = widened(x.data) * x.row_scales()[:, None]
     data, scale = quantized(wide, largest_finite(wide, (0,)), x.data.dtype, power_of_two=True)
     return Quantized(data, scale.expand(data.shape), x.dtype)
+
+
+# Recipes that cast operands: those of torchao.float8, by name.
+Float8 = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES: tuple[str, ...] = get_args(Float8)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Cast of one operand of a product to `dtype`, with one scale if `whole`, else one for each index that is kept."""
+
+    dtype: torch.dtype
+    whole: bool = False
+    power_of_two: bool = True
+
+    def __call__(self, x: Tensor, contracted: tuple[int, ...], largest: Tensor | None = None) -> Quantized:
+        """Return x with scales along the dims that are not contracted, or one scale made from `largest`."""
+        most = largest_finite(x, contracted) if largest is None else largest.reshape((1,) * x.ndim)
+        data, scale = quantized(x, most, self.dtype, power_of_two=self.power_of_two)
+        return Quantized(data, scale.expand(data.shape), x.dtype, self.whole)
+
+
+# Keys: the result's name, then the operand's.
+Casts: TypeAlias = Mapping[str, Mapping[str, Cast]]
+
+
+@cache
+def casts_of(name: str, formats: Formats) -> Casts:
+    """Return the casts of a recipe of torchao.float8 (`Float8LinearConfig.from_recipe_name`); "" has none.
+
+        tensorwise            one scale a tensor, the same on every rank that has a part of it; dy in e5m2, others e4m3
+        rowwise               one scale a row along the contraction, a power of two; all in e4m3
+        rowwise_with_gw_hp    as rowwise, but w in dx has one scale, a power of two, and dw is not made in float8
+
+    Parameters and gradients keep their dtype; x, w and dy are cast for each product that they are in, before they
+    travel. `formats` has the machine's e4m3 and e5m2.
+    """
+    row, one = Cast(formats.e4m3), Cast(formats.e4m3, whole=True, power_of_two=False)
+    dy, w = Cast(formats.e5m2, whole=True, power_of_two=False), Cast(formats.e4m3, whole=True)
+    recipes: Mapping[str, Casts] = {
+        "": {},
+        "tensorwise": {"y": {"x": one, "w": one}, "dx": {"dy": dy, "w": one}, "dw": {"x": one, "dy": dy}},
+        "rowwise": {"y": {"x": row, "w": row}, "dx": {"dy": row, "w": row}, "dw": {"x": row, "dy": row}},
+        "rowwise_with_gw_hp": {"y": {"x": row, "w": row}, "dx": {"dy": row, "w": w}, "dw": {}},
+    }
+    return recipes[name]

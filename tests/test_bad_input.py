@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fusedtp
-from fusedtp.recipes import NAMES
+from fusedtp.scaled import RECIPES
 
 WORLD_SIZE = 4
 X, W = (8, 6), (5, 6)  # this rank's rows and a weight that fit
@@ -287,7 +287,7 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("out_dtype of tensors", lambda h: h.gather(out_dtype=torch.bfloat16), ValueError, "out_dtype must be None or x's"),
     ("a recipe for Scaled", lambda h: h.gather(q(*X), q(*W), float8="rowwise"), ValueError, "Scaled operands are"),
     *((f"recipe {recipe}", lambda h, recipe=recipe: h.gather(float8=recipe),
-       ValueError, f"float8 must be None or one of {', '.join(NAMES)}, got") for recipe in ("row-wise", 1, True)),
+       ValueError, f"float8 must be None or one of {', '.join(RECIPES)}, got") for recipe in ("row-wise", 1, True)),
     ("a recipe for float64", lambda h: h.reduce(ones(*X).double(), ones(*W).double(), float8="rowwise"),
      ValueError, "float8 is for x in"),
     ("weights of two kinds", lambda h: h.gather(q(*X), (q(*W), q(*W, dtype=E5M2))),

@@ -11,7 +11,7 @@ from fusedtp import Scaled, float8, reference, scaled
 from fusedtp.bench.ranks import RankPool
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
-from fusedtp.scaled_mm import blocks_for_library, in_bfloat16, mm
+from fusedtp.schedules.local import blocks_for_library, in_bfloat16, mm
 
 from .bounds import Bounds
 from .test_float8 import E4M3, E5M2, IN_BLOCKS, SCHEDULES, allowed, make, values

@@ -14,8 +14,8 @@ import fusedtp
 from fusedtp import groups
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call
-from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.calls.problems import Settings
+from fusedtp.op import Options
 
 
 def ones(*shape: int) -> Tensor:
@@ -83,10 +83,10 @@ class Named:
 def test_a_call_on_another_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Named("both")
     monkeypatch.setattr(groups, "named", lambda name: group)
-    text = described("[M_X, K] @ [K, N] -> [M, N]", ["both"], [0], Options("unfused"))
-    on = {kind: call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
+    settings = Settings("[M_X, K] @ [K, N] -> [M, N]", ("both",), (0,), Options("unfused"))
+    on = {kind: call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
     assert on["cpu"] is not on["meta"]
-    assert on["cpu"] is call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
+    assert on["cpu"] is call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
 
 
 def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,15 +97,15 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def prepare(
         x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options
-    ) -> tuple[str, tuple[int, ...]]:
+    ) -> tuple[Settings, tuple[int, ...]]:
         prepared.append(group.group_name)
-        text = described("[M_X, K] @ [K, N] -> [M, N]", [group.group_name], [group.rank()], asked)
-        return text, (2 * group.size(), 3, 4, 0, 0, 0)
+        settings = Settings("[M_X, K] @ [K, N] -> [M, N]", (group.group_name,), (group.rank(),), asked)
+        return settings, (2 * group.size(), 3, 4, 0, 0, 0)
 
     def found(name: str) -> tuple[call.Call, call.Call]:
         x, w, group = ones(2, 3), ones(4, 3), known[name]
         by_group = call.find(prepare, {"x": x, "w": w}, group, Options("unfused"))  # type: ignore[arg-type]
-        return by_group, call.of(by_group.settings.text, by_group.numbers, x.dtype, x.device)
+        return by_group, call.of(by_group.settings, by_group.numbers, x.dtype, x.device)
 
     known["1"] = Named("1")
     first, again = found("1"), found("1")
@@ -131,10 +131,10 @@ def test_a_group_that_ends_amid_an_interruption_is_gone(monkeypatch: pytest.Monk
     """What is raised in a function that is told of a group's end is lost, and the rest of that function with it."""
     known = {"1": Named("1")}
     monkeypatch.setattr(groups, "named", lambda name: known[name])
-    text = described("[M_X, K] @ [K, N] -> [M, N]", ["1"], [0], Options("unfused"))
+    settings = Settings("[M_X, K] @ [K, N] -> [M, N]", ("1",), (0,), Options("unfused"))
 
     def found() -> call.Call:
-        return call.of(text, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
+        return call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
 
     def strike(*_: object) -> None:
         raise KeyboardInterrupt

@@ -23,8 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import autograd
-from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.calls.problems import Settings
+from fusedtp.op import Options
 
 from .harness import few_kernels, spread
 
@@ -166,7 +166,7 @@ def opchecked(group: ProcessGroup) -> None:
         (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
         (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
     ):  # fmt: skip
-        call = described(spec, [name], [group.rank()], Options("decomposed")), (*lengths, *splits)
+        call = Settings(spec, (name,), (group.rank(),), Options("decomposed")).text, (*lengths, *splits)
         given = ([x, w], "x w") if b is None else ([x, w, b], "x w bias")
         library.opcheck(torch.ops.fusedtp.matmul, (*given, False, *call))
         y = autograd.matmul(*given, False, *call)[0].detach()

@@ -21,9 +21,8 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.memory import Unreachable, gpus
-from fusedtp.memory.cuda import CudaMemory
-from fusedtp.memory.gpus import SHARE_GPU, Driver, Gpu, Place
+from fusedtp.memory import Unreachable, cuda
+from fusedtp.memory.cuda import SHARE_GPU, CudaMemory, Driver, Gpu, Place
 from fusedtp.workspaces import registry
 
 from .exchange import Exchange
@@ -256,15 +255,15 @@ def test_torchs_socket_is_looked_at_before(short: Path, monkeypatch: pytest.Monk
     assert Place.here(0, "", "").directory == "/tmp"
     monkeypatch.setenv("TEMP", str(short))
     assert Place.here(0, "", "").directory == str(short)
-    assert gpus.socket_refusal() == ""
+    assert cuda.socket_refusal() == ""
     (short / f"symm_mem-{os.getpid()}").touch()
-    assert "is there already" in gpus.socket_refusal()
+    assert "is there already" in cuda.socket_refusal()
     deep = short / ("d" * 100)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    assert "longer than 107 bytes" in gpus.socket_refusal()
+    assert "longer than 107 bytes" in cuda.socket_refusal()
     monkeypatch.setenv("TMPDIR", str(short / "nowhere"))
-    assert "cannot make its socket" in gpus.socket_refusal()
+    assert "cannot make its socket" in cuda.socket_refusal()
 
 
 def left_over(group: ProcessGroup, folder: str) -> tuple[str, str, int]:

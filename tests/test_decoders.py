@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.styles.packed import Unpacked
+from fusedtp.styles.grouped import Unpacked
 
 from .harness import LARGE
 

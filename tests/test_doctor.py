@@ -10,7 +10,7 @@ import torch
 
 from fusedtp.bench import doctor
 from fusedtp.calls.tuning import Sample, Table
-from fusedtp.memory import gpus
+from fusedtp.memory import cuda
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
-    monkeypatch.setattr(gpus, "Driver", FakeDriver)
+    monkeypatch.setattr(cuda, "Driver", FakeDriver)
 
 
 def test_modes_and_unknown_gpus_are_told(four_gpus: None) -> None:
@@ -96,7 +96,7 @@ def test_a_driver_that_does_not_answer_is_told(four_gpus: None, monkeypatch: pyt
     def silent() -> FakeDriver:
         raise RuntimeError("the driver's cuInit failed with error 999")
 
-    monkeypatch.setattr(gpus, "Driver", silent)
+    monkeypatch.setattr(cuda, "Driver", silent)
     assert "error 999" in next(doctor.link_lines())[1]
     assert any(name == "compute mode" and "error 999" in text for name, text in doctor.mode_lines())
 

@@ -19,7 +19,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
-from fusedtp.scaled_mm import by_library, mm, of_data
+from fusedtp.schedules.local import by_library, mm, of_data
 
 from .bounds import Bounds
 from .harness import spread

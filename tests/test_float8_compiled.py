@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import Scaled, scaled
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.settings import Settings
+from fusedtp.calls.problems import Settings
 from fusedtp.float8 import _power_of_two
 
 from .harness import few_kernels
@@ -179,7 +179,7 @@ def opchecked(group: ProcessGroup) -> None:
     torch.compiler.reset()
     torch.compile(call, fullgraph=True, backend=described_by, dynamic=False)(x, w)
     *_, settings, numbers = described[0]
-    assert Settings.of(settings).float8 == (torch.float8_e4m3fn,) * 2
+    assert Settings.of(settings).dtypes[:2] == ("float8_e4m3fn",) * 2
     library.opcheck(
         torch.ops.fusedtp.matmul,
         ([x.data, w.data, x.scale, w.scale], "x w x.scale w.scale", False, settings, numbers),

@@ -16,14 +16,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
-from fusedtp import Scaled, float8, recipes, reference, scaled, scaled_mm
+from fusedtp import Scaled, float8, reference, scaled
 from fusedtp.bench import arguments
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import E8M0
-from fusedtp.recipes import NAMES
-from fusedtp.scaled import Quantized
+from fusedtp.scaled import RECIPES, Quantized, casts_of
+from fusedtp.schedules import local
 
 from .harness import on_gfx942
 from .oracle import cut, whole
@@ -119,7 +119,7 @@ def against_float64(group: ProcessGroup, schedule: str, recipe: Any) -> None:
     with on_gfx942():
         y = fusedtp.linear_reduce_scatter(x, w, group=group, sizes=rows, schedule=schedule, float8=recipe)
         y.backward(dy.split(rows)[rank])
-    casts = recipes.of(recipe, float8.FNUZ)
+    casts = casts_of(recipe, float8.FNUZ)
     largest = {name: torch.stack([each.abs().amax() for each in parts]).amax()
                for name, parts in (("x", xs), ("w", ws), ("dy", [dy]))}  # fmt: skip
 
@@ -143,7 +143,7 @@ def against_float64(group: ProcessGroup, schedule: str, recipe: Any) -> None:
         reference.check(grad, one_of @ other, allowed(one_of, other, torch.float32), f"{recipe}: {name}")
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("schedule", "world_size"), [("unfused", 1), ("decomposed", 2), ("unfused", 3)])
 def test_recipes_against_float64(pool: RankPool, schedule: str, world_size: int, recipe: str) -> None:
     pool.run(against_float64, schedule, recipe, world_size=world_size)
@@ -182,7 +182,7 @@ def refused(group: ProcessGroup) -> None:
     """`fused` here: before anything is sent, scales' numbers too."""
     x, w = torch.randn(4, 8), torch.randn(4, 8)
     with on_gfx942(), mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")):
-        for recipe in NAMES:
+        for recipe in RECIPES:
             with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
                 fusedtp.all_gather_linear(x, w, group=group, schedule="fused", float8=recipe)  # type: ignore
 
@@ -196,7 +196,7 @@ def test_the_librarys_scaled_matmul_is_ocps(monkeypatch: pytest.MonkeyPatch) -> 
     for dtype, blocks in ((torch.float8_e4m3fn, False), (E4M3, False), (torch.float8_e4m3fn, True), (E4M3, True)):
         a, b = (scaled(torch.randn(32, 64), "mxfp8" if blocks else "rowwise", dtype=dtype) for _ in range(2))
         left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
-        assert scaled_mm._multiplied_by_library(left, right) == (dtype != E4M3)
+        assert local._multiplied_by_library(left, right) == (dtype != E4M3)
     assert (a.scale.dtype == E8M0) == isinstance(a, Scaled)
 
 

@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import fusedtp
-from fusedtp import float8, recipes
+from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
-from fusedtp.recipes import NAMES
+from fusedtp.scaled import RECIPES, Cast, Casts, casts_of
 
 from .harness import on_gfx942, spread
 from .oracle import cut, whole
@@ -93,7 +93,7 @@ def cases(group: ProcessGroup, how: str, make: Callable[..., Tensor]) -> dict[st
 
 def recipes_of(i: int, schedule: str, number: int) -> Sequence[str]:
     """All recipes; of the interpreted kernels so many, in turn."""
-    return [NAMES[(i + each) % len(NAMES)] for each in range(number)] if schedule == "fused" else NAMES
+    return [RECIPES[(i + each) % len(RECIPES)] for each in range(number)] if schedule == "fused" else RECIPES
 
 
 def exactly(group: ProcessGroup, schedule: str, how: str, amd: bool) -> None:
@@ -149,7 +149,7 @@ def sharded(group: ProcessGroup, schedule: str) -> None:
         inputs = {"a": shard(a, 1), "b": shard(b, 2)}
         plain = all_of(inputs, call, lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
         # Two recipes a spec: every spec has all of them by some schedule.
-        for recipe in {NAMES[i % 3], NAMES[(i + 1 + SCHEDULES.index(schedule)) % 3]}:
+        for recipe in {RECIPES[i % 3], RECIPES[(i + 1 + SCHEDULES.index(schedule)) % 3]}:
             made = all_of(inputs, partial(call, float8=recipe), lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
             for key, value in made.items():
                 assert torch.equal(value, plain[key]), f"{spec}, {recipe}: {key}"
@@ -171,12 +171,12 @@ def off(value: Tensor, ref: Tensor) -> float:
 E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 
 
-def casts_of(recipe: str) -> recipes.Casts:
+def casts_here(recipe: str) -> Casts:
     """How the operands of y, dx and dw are cast here."""
-    return recipes.of(recipe, float8.OCP)
+    return casts_of(recipe, float8.OCP)
 
 
-def rounding(casts: recipes.Casts, made: str) -> float:
+def rounding(casts: Casts, made: str) -> float:
     """What rounding the operands of a product adds to it. Of one that both gradients are made of, dy is rounded twice:
     as it travels, and along the other dim.
     """
@@ -187,7 +187,7 @@ def rounding(casts: recipes.Casts, made: str) -> float:
     return squares**0.5
 
 
-def has_whole(*casts: Mapping[str, recipes.Cast]) -> set[str]:
+def has_whole(*casts: Mapping[str, Cast]) -> set[str]:
     """The operands that have one scale in any of these."""
     return {operand for each in casts for operand, cast in each.items() if cast.whole}
 
@@ -211,7 +211,7 @@ def roughly(group: ProcessGroup, schedule: str, how: str, dtype: torch.dtype) ->
                 if not ref.numel():
                     continue
                 of = {"dx": "dx", "dw": "dw", "dv": "dw"}.get(key, key[0])
-                most = rounding(casts_of(recipe), of) if of in casts_of(recipe) else 0.0
+                most = rounding(casts_here(recipe), of) if of in casts_here(recipe) else 0.0
                 found = off(value, ref)
                 # Where a shard has few columns it is not the mean of many.
                 allowed = 1.5 * most + 4 * torch.finfo(dtype).eps
@@ -234,7 +234,7 @@ def travels_once(group: ProcessGroup, recipe: str) -> None:
     a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
     """
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
-    casts = casts_of(recipe)
+    casts = casts_here(recipe)
     forwards, backwards = has_whole(casts["y"]), has_whole(casts["dx"], casts["dw"])
     # Where one gradient alone casts its operands, dy travels as it is.
     together = bool(casts["dx"]) == bool(casts["dw"])
@@ -259,7 +259,7 @@ def travels_once(group: ProcessGroup, recipe: str) -> None:
     assert len(backward.calls) == 2 + sum(bool(each) for each in alike)
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_what_both_gradients_need_travels_once(pool: RankPool, recipe: str) -> None:
     pool.run(travels_once, recipe, world_size=2)
 
@@ -281,7 +281,7 @@ def trained(group: ProcessGroup, schedule: str, sequence_parallel: bool, recipe:
 @pytest.mark.parametrize(("schedule", "sequence_parallel"), spread([*SCHEDULES, "fused"], [True, True, True, False]))
 def test_layers(pool: RankPool, schedule: str, sequence_parallel: bool) -> None:
     """Two ranks beside one, by the same recipe."""
-    for recipe in (*NAMES, None):
+    for recipe in (*RECIPES, None):
         ((expected, others),) = pool.run(trained, schedule, sequence_parallel, recipe, world_size=1)
         # Sums over ranks have scales of their own in each part of what is contracted.
         most = 1e-5 if recipe is None else 0.08
@@ -304,7 +304,7 @@ def compiled_and_checkpointed(group: ProcessGroup) -> None:
         return torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)  # type: ignore[no-any-return]
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for recipe in NAMES:
+    for recipe in RECIPES:
         found = []
         for call in (loss, compiled, checkpointed):
             leaves = [each.clone().requires_grad_() for each in (x, *weights)]

@@ -28,15 +28,14 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 FLOORS = (
     ("torch_private",),
     ("errors", "shards", "files", "trace", "op", "groups", "locks"),
-    ("sharding", "reference", "activations", "norms", "float8", "options"),
+    ("sharding", "reference", "activations", "norms", "float8"),
     ("scaled",),
-    ("cost", "recipes", "scaled_mm"),
+    ("cost",),
     ("explain", "kernels", "memory"),
     ("workspaces",),
     ("schedules",),
     ("calls",),
     ("functional", "collectives"),
-    ("sharded_linear",),
     ("layers",),
     ("styles",),
     ("",),  # the package itself

@@ -21,7 +21,7 @@ import fusedtp
 from fusedtp import op, scaled
 from fusedtp.bench.ranks import RankPool
 from fusedtp.op import Task
-from fusedtp.recipes import NAMES
+from fusedtp.scaled import RECIPES
 from fusedtp.workspaces import agreement
 from fusedtp.workspaces.steps import HostSteps
 
@@ -154,7 +154,8 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     **{f"machine, {recipe}": (
         lambda h, odd, recipe=recipe: h.on_a_machine(odd, float8=recipe),
         "float8=tensorwise on rank 0, ... float8=tensorwise in fnuz on rank 1" if recipe == "tensorwise" else
-        "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1") for recipe in NAMES},
+        "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1")
+        for recipe in RECIPES},
     "machine": (
         lambda h, odd: h.on_a_machine(odd, X, W),
         "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1"),

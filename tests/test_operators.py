@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.settings import described
-from fusedtp.options import Options
+from fusedtp.calls.problems import Settings
+from fusedtp.op import Options
 
 from . import direct
 
@@ -41,7 +41,7 @@ def opchecked(group: ProcessGroup) -> None:
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N_X]", (4, 12, 5, 0, 0, 2, 0, 5)),
         (a, weight, bias, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
     ):
-        settings = described(spec, [name], [rank], Options("unfused"))
+        settings = Settings(spec, (name,), (rank,), Options("unfused")).text
         given = ([x, w], "x w") if with_bias is None else ([x, w, with_bias], "x w bias")
         library.opcheck(torch.ops.fusedtp.matmul, (*given, False, settings, numbers), test_utils=tests)
 
@@ -92,8 +92,8 @@ def test_results_of_tasks_are_what_they_tell(pool: RankPool, schedule: str) -> N
 
 def refuses_a_gradient(group: ProcessGroup) -> None:
     a, b = torch.randn(2, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    settings = described("[M, K_X] @ [K_X, N] -> [M, N]", [group.group_name], [group.rank()], Options("unfused"))
-    given = (settings, (2, 2 * group.size(), 2, 0, 0, 0))
+    settings = Settings("[M, K_X] @ [K_X, N] -> [M, N]", (group.group_name,), (group.rank(),), Options("unfused"))
+    given = (settings.text, (2, 2 * group.size(), 2, 0, 0, 0))
     (dx,) = torch.ops.fusedtp.matmul_backward([a, b], "dy w", [True, False, False], *given)
     with pytest.raises(NotImplementedError, match="second derivatives of fusedtp's matmuls"):
         dx.sum().backward()

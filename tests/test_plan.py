@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusedtp.calls.matrices import Named
-from fusedtp.calls.program import Program
+from fusedtp import float8
+from fusedtp.calls.problems import Settings
+from fusedtp.calls.program import Named, Program
 from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
-from fusedtp.sharding.redistribute import Step, moved
+from fusedtp.sharding.routes import Step, moved
 
 COLLECTIVES = {
     "[M_X, K] @ [K, N_X] -> [M, N_X]": ("gather x M", "scatter dx M", "gather x M*"),
@@ -49,17 +50,17 @@ def task(text: str, matmul: MatmulPlan) -> str:
     """The task that runs a plan's matmul on rank 0 of two: its op, dim, and whether its result is transposed."""
     short = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs", "matmul_all_reduce": "ar"}
     partition = Partition({name: 8 for name in parse(text).dim_names}, {"X": (0, 2)}, {})
-    program = Program(partition, torch.float32)
+    program = Program(partition, torch.float32, Settings(text, (), ()), float8.OCP)
 
     def named(name: str, sharding: Tensor) -> Named:
         return Named(name, sharding.names, tuple(partition.length(dim, sharding.axes(dim)) for dim in sharding.names))
 
     (out,) = program.matmul(matmul, [named(matmul.names[0], matmul.a)], [named(matmul.names[1], matmul.b)])
-    only = program.finish([(out, matmul.c.names)]).only
-    if only is None:
+    steps = program.finish([(out, matmul.c.names)]).steps
+    if len(steps) != 1 or (task := steps[0].task) is None:
         return ""
-    dim = "" if only.task.op.kind == "all_reduce" else str(only.task.dim)
-    return f"{short[only.task.op.name]} {dim} {'t' * only.task.transposed}".strip()
+    dim = "" if task.op.kind == "all_reduce" else str(task.dim)
+    return f"{short[task.op.name]} {dim} {'t' * task.transposed}".strip()
 
 
 @pytest.mark.parametrize("text", COLLECTIVES)

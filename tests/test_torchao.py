@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.recipes import NAMES
+from fusedtp.scaled import RECIPES
 
 from .harness import by_torchao
 
@@ -55,7 +55,7 @@ def as_torchao(group: ProcessGroup, recipe: Any, dtype: torch.dtype, schedule: s
             assert off(ours, its) < (1e-4 if name != "dw" or one else 0.03) + 2 * torch.finfo(dtype).eps, name
 
 
-@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("world_size", "schedule"), [(1, "auto"), (2, "decomposed"), (2, "fused")])
 def test_a_linear(pool: RankPool, recipe: str, dtype: torch.dtype, world_size: int, schedule: str) -> None:

@@ -16,7 +16,7 @@ from fusedtp.bench import train as training
 from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import TrainedDecoder, Training, sharded, train
-from fusedtp.recipes import NAMES
+from fusedtp.scaled import RECIPES
 
 from .harness import by_torchao
 
@@ -39,7 +39,7 @@ def test_losses_equal_one_process(pool: RankPool, reference: list[float], schedu
 
 def test_it_learns_in_float8(pool: RankPool) -> None:
     """Two blocks: every loss within 2 % of the one in float32, and of torchao's linears' in one process."""
-    for recipe in NAMES:
+    for recipe in RECIPES:
         settings = replace(SMALL, blocks=2, steps=20 if recipe == "rowwise" else 5)
         expected = torch.tensor(train(settings))
         (curve, *_) = pool.run(sharded, replace(settings, float8=recipe), 2, "decomposed", timeout=400)

@@ -19,8 +19,8 @@ from fusedtp.bench import cli_tune, tune_kernels
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import kernels_tuned, tuning
-from fusedtp.calls.kernels_tuned import Tuned
+from fusedtp.calls import tuning
+from fusedtp.calls.tuning import Tuned
 from fusedtp.kernels import choices, loading, matmul
 from fusedtp.kernels.choices import Choice
 from fusedtp.kernels.configs import TABLE, Config
@@ -36,7 +36,7 @@ ROOM = {"shared_bytes": 227 << 10}
 def tuned(choice: Choice | None = SMALL, **changes: Any) -> Tuned:
     fields = {"op": "all_gather_matmul", "world_size": 2, "dtype": "float32", "rows": 64, "cols": 48, "third": 40}
     chosen = None if choice is None else choice._asdict()
-    measured = {"choice": chosen, "ms": 1.0, "usual_ms": 1.5, "faster": 1.4, "version": kernels_tuned.version_here()}
+    measured = {"choice": chosen, "ms": 1.0, "usual_ms": 1.5, "faster": 1.4, "version": tuning.version_here()}
     return Tuned(**(fields | measured | changes))
 
 
@@ -70,7 +70,7 @@ def test_what_is_chosen_takes_the_place_of_the_table() -> None:
     assert (made.registers, made.moving_warps, made.pointer_warps) == ({"": 255}, 8, 16)
     deeper = choices.applied(SM_90, choices.of_config(SM_90)._replace(num_stages=2))
     assert deeper.registers == SM_90.registers
-    assert set(kernels_tuned.LIMITS) | {"flatten"} == set(Choice._fields)
+    assert set(tuning.LIMITS) | {"flatten"} == set(Choice._fields)
 
 
 def test_parts_of_a_contraction_that_were_chosen() -> None:
@@ -112,7 +112,7 @@ def test_the_nearest_size_that_is_near() -> None:
     other = Choice(64, 32, 32, 4, 2)
 
     def found(*kernels: Tuned, task: Task = task, world_size: int = 2) -> Any:
-        near = kernels_tuned.nearest(kernels, task, world_size)
+        near = tuning.nearest_tile(kernels, task, world_size)
         return near and Choice(**near.choice)
 
     assert found() is None

@@ -25,7 +25,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, arenas, mappings
 from .soak import interruptions
-from .virtual_ranks import local_memories
+from .virtual_ranks import local_memories, running
 
 # Tests here destroy what every group has, on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
@@ -276,12 +276,12 @@ def test_growth_during_a_capture_is_refused() -> None:
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     before = ws.half_bytes, ws.addresses
     with mock.patch.object(ws, "_capturing", return_value=True):
-        with pytest.raises(RuntimeError, match=re.escape("run the same op once before capturing")), ws.running("op"):
+        with pytest.raises(RuntimeError, match=re.escape("run the same op once before capturing")), running(ws, "op"):
             ws.require(1 << 20, 100)
         ws.require(*before[:1], 1)
     assert (ws.half_bytes, ws.addresses) == before
     # Refused before anything was sent: the workspace goes on, and may grow now.
-    with ws.running("op"):
+    with running(ws, "op"):
         ws.require(1 << 20, 100)
     assert ws.half_bytes >= 1 << 20
     ws.close()
@@ -329,7 +329,7 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         ws = registry.get(group, CPU)
         # As on a GPU, where graphs are captured.
         captures = mock.patch.multiple(ws, _on_host=not graph, _capturing=mock.Mock(return_value=graph))
-        with captures, ws.running("op"):
+        with captures, running(ws, "op"):
             table = ws.table((1,) * group.size())
         old = ws._arena
         assert old is not None

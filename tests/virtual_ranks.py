@@ -7,7 +7,8 @@ So nothing waits for a later phase, and the kernels need not run at once, nor ev
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,9 +17,22 @@ from torch import Tensor
 from fusedtp.memory import Arena, Exchange
 from fusedtp.schedules.forms import Prepared
 from fusedtp.schedules.verbs import Operands
+from fusedtp.workspaces.workspace import Workspace
 
 T = TypeVar("T")
 Phases = Generator[None, None, list[Tensor]]
+
+
+@contextlib.contextmanager
+def running(ws: Workspace, op: str) -> Iterator[None]:
+    """Run an op between `begin` and `end`, or `interrupted` if it raises."""
+    ws.begin(op, ws.meanings.now)
+    try:
+        yield
+        ws.end()
+    except BaseException as error:
+        ws.interrupted(op, error)
+        raise
 
 
 def phases(prepared: Prepared, operands: Operands) -> Phases:

@@ -16,14 +16,13 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..cost.overlap import MULTICAST, PRODUCERS
-from ..float8 import FLOAT8
-from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op
-from ..options import Options
-from ..recipes import NAMES, Float8
-from ..scaled import check_dense
+from ..float8 import E8M0, FLOAT8, formats_of
+from ..norms import Norm
+from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
+from ..scaled import RECIPES, Float8, Scaled, check_dense
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
-from ..torch_private import is_tracing
+from ..torch_private import is_tracing, transforms_active
 from . import dispatch
 from .dispatch import FUSED_DTYPES
 from .parameters import PLAIN
@@ -89,17 +88,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICES = ("cpu", "cuda", "meta")
 
 
-def autocasts(x: Tensor) -> bool:
-    """Return whether torch.autocast is on for x, which is never the case on meta."""
-    return (x.is_cpu or x.is_cuda) and torch.is_autocast_enabled(x.device.type)
-
-
 def autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Cast the tensors to torch.autocast's dtype; return them unchanged without autocast or in float64."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not autocasts(first) or first.dtype not in DTYPES[:3]:
+    """Cast the tensors to torch.autocast's dtype; return them unchanged without autocast, in float64 or on meta."""
+    x = tensors[0]
+    is_on = isinstance(x, Tensor) and (x.is_cpu or x.is_cuda) and torch.is_autocast_enabled(x.device.type)
+    if not is_on or x.dtype not in DTYPES[:3]:
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type)
     return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in tensors)
 
 
@@ -137,30 +132,6 @@ def check_kind(name: str, value: object) -> None:
         )
 
 
-def check_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    asked: Options,
-    *,
-    num_out: int | None = None,
-    name: str = "weight",
-    bias_name: str = "bias",
-) -> None:
-    """Check x [..., K], weight [N, K] (called `name` in errors), bias [N] or [num_out], and the options."""
-    check_tensor("x", x)
-    check_tensor(name, weight, x)
-    if x.ndim < 2:
-        raise ValueError(f"x must have at least 2 dimensions, [..., K], got shape {tuple(x.shape)}")
-    check_matrix(weight, name)
-    if bias is not None:
-        check_tensor(bias_name, bias, x)
-        num_out = weight.shape[0] if num_out is None else num_out
-        if bias.shape != (num_out,):
-            raise ValueError(f"{bias_name} must have shape ({num_out},), {name}'s rows, got {tuple(bias.shape)}")
-    check_options(asked, x)
-
-
 def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     """Return the weights, and a bias or None for each. Tensors are checked later."""
     if not weights:
@@ -174,26 +145,30 @@ def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tu
     return tuple(weights), tuple(biases)
 
 
-def _numbered(weight: Weights, bias: Biases) -> list[tuple[str, Tensor, str, Tensor | None]]:
+def _numbered(weight: Weights, bias: Biases, name: str) -> list[tuple[str, Tensor, str, Tensor | None]]:
     # Each tensor with its name in errors.
     if not isinstance(weight, tuple):
-        return [("weight", weight, "bias", bias)]  # type: ignore[list-item]
+        return [(name, weight, "bias", bias)]  # type: ignore[list-item]
     pairs = enumerate(zip(weight, bias, strict=True))  # type: ignore[arg-type]
-    return [(f"weight[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
+    return [(f"{name}[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
 
 
-def check_linears(x: Tensor, weight: Weights, bias: Biases, asked: Options) -> None:
-    """Check each weight and its bias with `check_linear`."""
-    for name, one, bias_name, other in _numbered(weight, bias):
-        check_linear(x, one, other, asked, name=name, bias_name=bias_name)
-
-
-def check_all_features(who: str, num_in: int, weight: Weights, give: str) -> int:
-    """Check each weight with `check_features` and return their total number of rows."""
-    named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None)
-    for name, each, _, _ in named:
-        check_features(who, num_in, each, give, name)
-    return sum([each.shape[0] for _, each, _, _ in named])
+def check_linear(
+    x: Tensor, weight: Weights, bias: Biases, asked: Options, *, num_out: int | None = None, name: str = "weight"
+) -> None:
+    """Check x [..., K], each weight [N, K] (called `name` in errors), its bias [N] or [num_out], and the options."""
+    for its, one, bias_name, other in _numbered(weight, bias, name):
+        check_tensor("x", x)
+        check_tensor(its, one, x)
+        if x.ndim < 2:
+            raise ValueError(f"x must have at least 2 dimensions, [..., K], got shape {tuple(x.shape)}")
+        check_matrix(one, its)
+        if other is not None:
+            check_tensor(bias_name, other, x)
+            length = one.shape[0] if num_out is None else num_out
+            if other.shape != (length,):
+                raise ValueError(f"{bias_name} must have shape ({length},), {its}'s rows, got {tuple(other.shape)}")
+        check_options(asked, x)
 
 
 def check_matrix(weight: Tensor, name: str = "weight") -> None:
@@ -202,12 +177,18 @@ def check_matrix(weight: Tensor, name: str = "weight") -> None:
         raise ValueError(f"{name} must have 2 dimensions, [N, K], got shape {tuple(weight.shape)}")
 
 
-def check_features(who: str, num_in: int, weight: Tensor, give: str, name: str = "weight") -> None:
-    """Check that a weight has a column for each of x's features. `give` is the remedy in the error."""
-    if weight.shape[1] != num_in:
-        raise ValueError(
-            f"{who} {num_in} features, and {name} of shape {tuple(weight.shape)} takes {weight.shape[1]}: give x {give}"
-        )
+def check_features(who: str, num_in: int, weight: Weights, give: str, name: str = "weight") -> int:
+    """Check that each weight has a column for each of x's features; return their total number of rows.
+
+    `give` is the remedy in the error.
+    """
+    named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None, name)
+    for its, each, _, _ in named:
+        if each.shape[1] != num_in:
+            raise ValueError(
+                f"{who} {num_in} features, and {its} of shape {tuple(each.shape)} takes {each.shape[1]}: give x {give}"
+            )
+    return sum([each.shape[0] for _, each, _, _ in named])
 
 
 def activation_of(activation: str | None, num_weights: int) -> str | None:
@@ -233,17 +214,12 @@ def check_activation(activation: str | None, weight: Weights) -> None:
 
 def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "dtype") -> Float8 | None:
     """Check and return a float8 recipe or None. `dtype` is that of the operands, `of` their name in the error."""
-    if float8 is not None and (not isinstance(float8, str) or float8 not in NAMES):
+    if float8 is not None and (not isinstance(float8, str) or float8 not in RECIPES):
         hint = ", which is for operands of functions: fusedtp.scaled(x, 'mxfp8')" if float8 == "mxfp8" else ""
-        raise ValueError(f"float8 must be None or one of {', '.join(NAMES)}, got {float8!r}{hint}")
+        raise ValueError(f"float8 must be None or one of {', '.join(RECIPES)}, got {float8!r}{hint}")
     if float8 is not None and dtype == torch.float64:
         raise ValueError(f"float8 is for {of} in {', '.join(map(str, DTYPES[:3]))}, got {dtype}")
     return float8  # type: ignore[return-value]
-
-
-def check_float8(float8: str | None, x: Tensor) -> str | None:
-    """Check and return a float8 recipe or None, for operands in x's dtype."""
-    return float8_of(float8, x.dtype, "x")
 
 
 def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
@@ -269,9 +245,8 @@ def check_options(asked: Options, x: Tensor) -> None:
     dispatch.check_schedule(asked.schedule)
     if asked.producer != "auto":
         check_producer(asked.producer, asked.schedule)
-    if asked.schedule == "fused" and x.dtype not in dispatch.FUSED_DTYPES:
-        names = ", ".join(map(str, dispatch.FUSED_DTYPES))
-        raise ValueError(f"schedule 'fused' multiplies {names}, got {x.dtype}: use 'decomposed' or 'unfused'")
+    if asked.schedule == "fused":
+        dispatch.check_dtype(x.dtype)
 
 
 def check_producer(producer: str, schedule: str) -> None:
@@ -432,3 +407,98 @@ def refuse_tracing() -> None:
     """Raise NotImplementedError under torch.jit.trace: sizes are tensors there, which ranks cannot agree on."""
     if not torch.compiler.is_compiling() and is_tracing():
         raise NotImplementedError("torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export")
+
+
+# Calls on float8 operands: x and every weight are `Scaled`, and no tensor has a gradient.
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scaled:
+    if not isinstance(x, Scaled):
+        raise TypeError(f"x and weight must both be Scaled or neither, got {type(x).__name__} for {name}")
+    for part, each in (("data", x.data), ("scale", x.scale)):
+        (check_dense if type(each) in PLAIN else check_kind)(f"{name}.{part}", each)
+        # Compiled graphs give operators no negated views.
+        if not torch.compiler.is_compiling() and each.is_neg():
+            raise ValueError(f"{name}.{part} must not be a negated view: use resolve_neg()")
+        if each.device != (device or x.data.device):
+            raise ValueError(f"{name}.{part} must be on {device or x.data.device} as x, got {each.device}")
+    x.check(name)
+    return x
+
+
+def _out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
+    """Check and return the dtype of the result, bfloat16 by default."""
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
+    return out_dtype or torch.bfloat16
+
+
+def is_plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None) -> bool:
+    """Return whether no operand is `Scaled`. Then results have the operands' dtype."""
+    several = weight if isinstance(weight, list | tuple) else (weight,)
+    if isinstance(x, Scaled) or any([isinstance(each, Scaled) for each in several]):
+        if float8 is not None:
+            raise ValueError(f"float8 is for tensors that are to be cast, Scaled operands are: got {float8!r}")
+        return False
+    if out_dtype is not None and isinstance(x, Tensor) and out_dtype != x.dtype:
+        raise ValueError(f"out_dtype must be None or x's dtype, {x.dtype}, but for Scaled operands, got {out_dtype!r}")
+    return True
+
+
+def check_scaled(
+    x: Any, weight: Any, bias: Any, asked: Options, out_dtype: torch.dtype | None, residual: Tensor | None,
+    norm: Norm | None,
+) -> tuple[torch.dtype, bool]:  # fmt: skip
+    """Check what a call on `Scaled` operands is given. Return the result's dtype, and whether scales are of blocks."""
+    if asked.order not in (RANK_ORDER, ANY_ORDER):
+        raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
+    if not torch.compiler.is_compiling() and transforms_active():
+        raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
+    out, x = _out_dtype(out_dtype), _check_scaled("x", x)
+    several = isinstance(weight, tuple)
+    names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
+    ws = [
+        _check_scaled(name, each, x.data.device)
+        for name, each in zip(names, weight if several else (weight,), strict=True)
+    ]
+    blocks = _check_together(x, ws, names)
+    biases = bias if isinstance(bias, tuple) else (bias,)
+    bias_names = [f"bias[{i}]" for i in range(len(biases))] if several else ["bias"]
+    more = () if norm is None else (("norm_weight", norm.weight), ("norm_bias", norm.bias))
+    _check_added((*zip(bias_names, biases, strict=True), ("residual", residual), *more), out)
+    return out, blocks
+
+
+def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
+    """Raise ValueError unless one product takes x and all weights. Return whether they have block scales."""
+    first, blocks = ws[0].data.dtype, x.scale.dtype == E8M0
+    for name, w in zip(names, ws, strict=True):
+        if w.data.dtype != first:
+            raise ValueError(f"all weights must have one dtype, got {names[0]} in {first}, {name} in {w.data.dtype}")
+        if (w.scale.dtype == E8M0) != blocks:
+            raise ValueError(
+                f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} "
+                f"and {name}.scale in {w.scale.dtype}: make both by fusedtp.scaled with recipe 'mxfp8', or neither"
+            )
+    if formats_of(first) != formats_of(x.data.dtype):
+        raise ValueError(
+            f"x and weight must be of one kind of float8, OCP's or fnuz, as no machine multiplies both, got "
+            f"{x.data.dtype} and {first}: make both by fusedtp.scaled, from values()"
+        )
+    return blocks
+
+
+def _check_added(named: Sequence[tuple[str, Tensor | None]], out: torch.dtype) -> None:
+    """Raise ValueError unless biases, residual and norm parameters have dtype `out` and need no gradient."""
+    for name, each in named:
+        if each is not None and type(each) not in PLAIN:
+            check_kind(name, each)
+        if each is not None and each.dtype != out:
+            raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
+    given = [each for _, each in named if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
+        raise ValueError(
+            "results of float8 operands have no gradient, but a bias, a residual or a norm's parameter requires one: "
+            "call under torch.no_grad, or detach it"
+        )

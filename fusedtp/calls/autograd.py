@@ -15,7 +15,7 @@ DTensor.to_local would add one more node for each parameter. Forward and backwar
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from typing import Any
 
@@ -28,16 +28,15 @@ from .. import activations, groups, norms
 from ..groups import Group
 from ..locks import one
 from ..norms import Norm
-from ..op import GATED, OF_RESULT
-from ..options import Options
+from ..op import GATED, OF_RESULT, Options
 from ..scaled import Quantized, Scaled
 from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
-from . import arguments, operators, quantized
+from . import arguments, operators
 from . import call as calls_
 from .call import KEPT, Call, Prepare
 from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
-from .settings import normed, with_float8, without_norm
+from .problems import Described, Settings
 
 
 def _save(
@@ -107,19 +106,20 @@ def _through_norm(
     (dnormed, dy), (name, eps) = dys, ctx.call.norm
     norm = Norm(name, eps, kept["norm_weight"], kept.get("norm_bias"))
     wanted = {name: each for name, each in norm.given().items() if ctx.needs[name]}
-    is_split, group_name, schedule = normed(ctx.call.settings.text)
+    settings = ctx.call.settings
     if dnormed is not None:
         needs = True, "norm_weight" in wanted, "norm_bias" in wanted
         through, *made = norms.gradients(norm, kept["y"], dnormed, needs)
         assert through is not None
         dy = through if dy is None else through + dy
         found |= zip(wanted, [each for each in made if each is not None], strict=True)
-    elif is_split:
+    elif settings.splits_rows:
         # Another rank may have a gradient, so this rank joins the sum with zeros.
         found |= {name: torch.zeros_like(each) for name, each in wanted.items()}
-    if wanted and is_split:
+    if wanted and settings.splits_rows:
         # Every rank norms its own rows, so the gradients are summed over ranks.
-        sums = operators.summed(torch.stack([found[name] for name in wanted]), group_name, schedule)  # type: ignore
+        mine = torch.stack([found[name] for name in wanted])  # type: ignore[misc]
+        sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
         found |= zip(wanted, sums.unbind(), strict=True)
     return (dy,)
 
@@ -189,7 +189,7 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
 
 def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Sequence[Tensor]) -> None:
     names, keeps, settings, numbers = others
-    call = calls_.of(settings, numbers, tensors[0].dtype, tensors[0].device)
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if call.keeps and not keeps:
         raise RuntimeError("a gradient of fusedtp::matmul is made of what `keeps` adds to its results")
     _save(ctx, call, dict(zip(names.split(), tensors, strict=True)), ctx.needs_input_grad[: len(tensors)], outs)
@@ -204,7 +204,7 @@ def _forward(
     tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int], *, fake: bool = False
 ) -> list[Tensor]:
     given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
-    call = calls_.of(settings, numbers, tensors[0].dtype, tensors[0].device)
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if (out := call.settings.out_dtype) is not None:
         for name in ("x", *call.weights):
             data, scale = given[name], given.pop(f"{name}.scale")
@@ -213,7 +213,7 @@ def _forward(
         # In a compiled graph no other code sees these tensors.
         for name in ("x", *call.weights):
             keep(given[name])
-    return (call.fake if fake else call.run)((*given, KEPT) if keeps else tuple(given), given)
+    return call.run((*given, KEPT) if keeps else tuple(given), given, fake=fake)
 
 
 @operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
@@ -222,7 +222,7 @@ def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, nu
 
     - `names`: with spaces between them, x first. `x.scale` and `w.scale` are scales of float8.
     - `keeps`: return the products before the activation too. Gradients need them, except those of `OF_RESULT`.
-    - `settings`, `numbers`: as in `call.of`. The numbers may be symbolic.
+    - `settings`, `numbers`: as in `call.of`, the settings as `text`. The numbers may be symbolic.
     """
     return _forward(tensors, names, keeps, settings, numbers)
 
@@ -232,10 +232,10 @@ def _backward(
     fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     given = dict(zip(names.split(), tensors, strict=True))
-    call = calls_.of(settings, numbers, tensors[0].dtype, tensors[0].device)
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if not fake:
         check_kept([each for name, each in given.items() if name not in call.dys])
-    return (call.fake if fake else call.run)(tuple(needs), given)
+    return call.run(tuple(needs), given, fake=fake)
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
@@ -254,25 +254,23 @@ def matmul_backward(
     return _backward(tensors, names, needs, settings, numbers)
 
 
-def _by_operator(
-    given: Mapping[str, Tensor], settings: str, numbers: Sequence[int], activation: str, norm: Norm | None
-) -> Any:
+def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int], norm: Norm | None) -> Any:
     """Run a call by its operator. A norm is an op of its own, which a compiler may fuse with others."""
     if norm is not None:
         norm = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
         summed = {name: each for name, each in given.items() if name not in ("norm_weight", "norm_bias")}
-        y = _by_operator(summed, without_norm(settings), numbers, activation, None)
-        is_split, group_name, schedule = normed(settings)
-        if is_split:
+        y = _by_operator(summed, settings._replace(norm=""), numbers, None)
+        if settings.splits_rows:
+            group_name, schedule = settings.group_names[0], settings.asked.schedule
             # Each rank norms rows of its own, so backward sums the gradients of the norm's parameters over ranks.
             norm = norm.map(lambda each: operators.as_it_is(each[None], group_name, schedule)[0])
         return norms.of(norm, y), y
-    tensors, keeps = [*given.values()], False
-    if activation and activation not in OF_RESULT:
+    tensors, keeps, activation = [*given.values()], False, settings.asked.activation
+    if activation is not None and activation not in OF_RESULT:
         # Inside of transforms a tensor does not tell whether it needs a gradient.
         transformed = not torch.compiler.is_compiling() and transforms_active()
         keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
-    ys = matmul(tensors, " ".join(given), keeps, settings, numbers)
+    ys = matmul(tensors, " ".join(given), keeps, settings.text, numbers)
     if activation in GATED:
         return ys[0]
     ys = ys[: len(ys) // 2] if keeps else ys
@@ -296,7 +294,7 @@ def apply(
 
     torch.autocast applies.
     """
-    if (out_dtype is not None or type(x) is not Tensor) and not quantized.plain(x, w, out_dtype, asked.float8):
+    if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
         return _scaled(prepare, x, w, bias, group, asked, along, out_dtype, residual, norm)
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
@@ -316,14 +314,14 @@ def apply(
         given = _local(given)
     for each in given.values():
         dispatched = dispatched or type(each) not in PLAIN
-    # `arguments.autocasts`, inlined because every call runs this.
+    # As in `arguments.autocast`, inlined because every call runs this.
     if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
     # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
     # line would lose the result of an op that has ended.
     if dispatched:
         described = calls_.describe(prepare, given, group, asked, along, norm)
-        return _in_graph(given, *described, asked.activation or "", norm)
+        return _in_graph(given, *described, norm)
     return run(calls_.find(prepare, given, group, asked, along, norm), given, given, norm)
 
 
@@ -353,11 +351,11 @@ def _local(given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def run_described(x: Tensor, w: Tensor, settings: str, numbers: Sequence[int]) -> Tensor:
+def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[int]) -> Tensor:
     """Run a call that is already described, without a bias."""
     given = {"x": x, "w": w}
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _in_graph(given, settings, numbers, "", None)  # type: ignore[no-any-return]
+        return _in_graph(given, settings, numbers, None)  # type: ignore[no-any-return]
     return run(calls_.of(settings, numbers, x.dtype, x.device), given, given, None)  # type: ignore[no-any-return]
 
 
@@ -369,7 +367,7 @@ def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm 
     """
     x = parts["x"]
     if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-        return _by_operator(_local(given), call.settings.text, call.numbers, call.activation, norm)
+        return _by_operator(_local(given), call.settings, call.numbers, norm)
     negated, inference = False, False
     for each in given.values():
         negated = negated or each.is_neg()
@@ -402,6 +400,20 @@ def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
             )
 
 
+def _named(dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
+    return tuple([str(dtype).replace("torch.", "") for dtype in dtypes])
+
+
+@cache
+def _in_float8(prepare: Prepare, dtypes: tuple[torch.dtype, ...], blocks: bool) -> Prepare:
+    # `prepare` for operands and results in these dtypes, the same function each time.
+    def prepares(*args: Any, **more: Any) -> Described:
+        settings, numbers = prepare(*args, **more)
+        return settings._replace(dtypes=_named(dtypes), blocks=blocks), numbers
+
+    return prepares
+
+
 @one
 def _scaled(
     prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
@@ -409,7 +421,7 @@ def _scaled(
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient. Other operands and shapes obey the rules for tensors in the
     # result's dtype: `prepare` takes stand-ins in that dtype, with the same shape and one element of memory.
-    out, blocks = quantized.check(x, w, bias, asked, out_dtype, residual, norm)
+    out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
     group, ws = groups.resolve(group), w if type(w) is tuple else (w,)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
     given = calls_.named(stand_ins[0], stand_ins[1:], bias if type(w) is tuple else (bias,), residual, norm)
@@ -417,13 +429,13 @@ def _scaled(
     dtypes = x.data.dtype, ws[0].data.dtype, out
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         settings, numbers = calls_.describe(prepare, given, group, asked, along, norm)
-        settings = with_float8(without_norm(settings), *dtypes, blocks=blocks)
+        settings = settings._replace(norm="", dtypes=_named(dtypes), blocks=blocks)
         given = {name: each for name, each in given.items() if name[:4] != "norm"}
         given |= {name: each.data for name, each in operands.items()}
         given |= {f"{name}.scale": each.scale for name, each in operands.items()}
-        y = _by_operator(given, settings, numbers, asked.activation or "", None)
+        y = _by_operator(given, settings, numbers, None)
         return y if norm is None else (norms.of(norm, y), y)
-    call = calls_.find(quantized.prepared(prepare, *dtypes, blocks), given, group, asked, along, norm)
+    call = calls_.find(_in_float8(prepare, dtypes, blocks), given, group, asked, along, norm)
     given |= {name: Quantized.of(each, out) for name, each in operands.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(tuple(given), given))

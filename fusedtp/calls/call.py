@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from .. import float8, groups, recipes
+from .. import float8, groups
 from ..norms import Norm
-from ..op import GATED, OF_RESULT, Task, numbered
-from ..options import Options
+from ..op import GATED, OF_RESULT, Options, numbered
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
 from ..sharding.plan import Partition, Plan, plan
@@ -36,9 +35,8 @@ from ..shards import offsets
 from ..workspaces import generation
 from .arguments import refuse_tracing
 from .dispatch import Ready, check_units
-from .matrices import Named
-from .program import Only, Program
-from .settings import MAX_CALLS, Settings
+from .problems import MAX_CALLS, Described, Settings
+from .program import Ending, Named, Program, ProgramStep
 
 # Last in a forward key if the program returns the products too.
 KEPT = "kept"
@@ -74,7 +72,7 @@ class Call:
         self.weights, self._biases = numbered("w", count), numbered("bias", count)
         self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
         self.dys, self.products = numbered("dy", count), numbered("z", count)
-        self.activation, self.norm = settings.activation, settings.norm
+        self.activation, self.norm = settings.asked.activation or "", (settings.norm, settings.eps)
         self.num_results = 1 if self.activation in GATED else count
         # True if backward needs the products.
         self.keeps = self.activation not in ("", *OF_RESULT)
@@ -90,30 +88,20 @@ class Call:
         self._dims = {"x": spec.a.names, "w": w, "y": spec.c.names}
         # True if F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
         # operands (`reads_beside`).
-        asked, alone = settings, all(size == 1 for _, size in places.values())
-        self.is_linear = alone and not (
-            self.widths or asked.activation or asked.norm[0] or asked.float8 or asked.recipe or asked.leaves > 0
-        )
-        names = (*spec.a.names[:-1], spec.n)
-        self.is_linear &= asked.w_transposed and spec.a.names[-1] == spec.k and spec.c.names == names
-        self.is_linear &= not reads_beside(dtype, device)
+        alone = all(size == 1 for _, size in places.values())
+        ends = self.activation or settings.norm or settings.dtypes or settings.asked.float8 or settings.leaves > 0
+        self.is_linear = alone and settings.w_transposed and not (self.widths or ends or reads_beside(dtype, device))
         if settings.blocks:
             self._check_blocks()
-        self._plan: Plan | None = None
         # Keys: the names of the given tensors (forward), or which gradients are needed (backward).
         self._programs: dict[Any, Program] = {}
-        self._ready: dict[tuple[Any, int], Ready] = {}
-        self._only: dict[Any, tuple[Only, Ready]] = {}
 
     def plan(self) -> Plan:
         """Return the plan, which is the same on every rank."""
-        if self._plan is None:
-            if self.settings.by_size:
-                sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
-                self._plan = plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
-            else:
-                self._plan = plan(self._spec)
-        return self._plan
+        if not self.settings.by_size:
+            return plan(self._spec)
+        sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
+        return plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
 
     def said(self) -> str:
         """Return the text for `agreement` of properties that a task's matrices do not show.
@@ -123,7 +111,7 @@ class Call:
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
-        text, recipe = self.settings.spec, self.settings.recipe
+        text, recipe = self.settings.spec, self.settings.asked.float8
         if recipe:
             text += f", float8={recipe}{' in fnuz' * (self._formats == float8.FNUZ)}"
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
@@ -159,31 +147,25 @@ class Call:
             for each, width in zip(names, self.widths, strict=True)
         ]
 
-    def _program(self, key: Any) -> Program:
-        program = self._programs.get(key)
-        if program is None:
-            program = Program(
-                self.partition, self._dtype, self.settings.algorithm, self.settings.float8,
-                recipes.of(self.settings.recipe, self._formats), blocks=self.settings.blocks, norm=self.norm,
-                leaves=self.settings.leaves,
+    def _written(self, key: Any) -> Program:
+        program = Program(self.partition, self._dtype, self.settings, self._formats)
+        x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
+        if key[0] == "x":
+            ending = Ending(
+                [each if each in key else None for each in self._biases],
+                self._named("y", "residual") if "residual" in key else None,
+                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[-1] == KEPT,
             )  # fmt: skip
-            x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
-            if key[0] == "x":
-                added = [each if each in key else None for each in self._biases]
-                residual = self._named("y", "residual") if "residual" in key else None
-                outs = program.matmul(
-                    plans.forward, [x], w, biases=added, residual=residual, activation=self.activation,
-                    keeps=key[-1] == KEPT, norm=_NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])],
-                )  # fmt: skip
-                program.finish([(out, self._dims["y"]) for out in outs])
-            else:
-                found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
-                dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
-                program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
-            for task, axis in program.tasks:
+            program.finish([(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, ending)])
+        else:
+            found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
+            dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
+            program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
+        for step in program.steps:
+            if step.task is not None:
                 # Before the first task runs: otherwise peers would run the tasks before the refused one.
-                check_units(task, self.settings.schedule, self._group(axis), self._device)
-            self._programs[key] = program
+                check_units(step.task, self.settings.asked.schedule, self._group(step.axis), self._device)
+        self._programs[key] = program
         return program
 
     def _group(self, axis: str) -> ProcessGroup:
@@ -191,16 +173,17 @@ class Call:
         assert group is not None
         return group
 
-    def _made_ready(self, key: Any, place: int, task: Task, axis: str) -> Ready:
-        ready = self._ready.get((key, place))
+    def _ready(self, step: ProgramStep) -> Ready:
+        ready = step.ready
         if ready is None or ready.is_stale():
-            group, asked = self._group(axis), self.settings
-            ready = self._ready[key, place] = Ready(
-                task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
+            assert step.task is not None
+            group, asked = self._group(step.axis), self.settings.asked
+            ready = step.ready = Ready(
+                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
             )
         return ready
 
-    def run(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
+    def run(self, key: Any, tensors: dict[str, Any], *, fake: bool = False) -> list[Tensor]:
         """Run the program for `key` on tensors by name and return this rank's results, without a gradient.
 
         Forward: `key` has the names of the given tensors: x, `parameters`, a residual, a norm's parameters. The results
@@ -209,47 +192,44 @@ class Call:
         Backward: `key` tells which gradients are needed: of x, then of `parameters`. The given tensors are `dys`, the
         gradients of the products before an activation, and those of x and the weights that the needed ones read. The
         results are the needed gradients.
+
+        With `fake`, the results are empty tensors of the same shapes, and nothing is sent.
         """
-        # Most programs are one task, which runs without `Program.run`.
-        known = self._only.get(key) or self._only_task(key)
-        if known is None:
-            return self._program(key).run(tensors, lambda place, task, axis, operands: self._made_ready(
-                key, place, task, axis).run(operands))  # fmt: skip
-        only, ready = known
-        if ready.version != generation.version or ready.on_gpu or generation.gone:
-            ready = self._made_ready(key, 0, only.task, only.axis)
-            self._only[key] = only, ready
-        operands: dict[str, Tensor] = {}
-        for name, each in only.operands.items():
-            if each.__class__ is str:
-                operands[name] = tensors[each]
-                continue
-            tensor, how = tensors[each.name], each.how  # type: ignore[union-attr]
-            if how == "transposed":
-                tensor = tensor.t()
-            elif how == "viewed":
-                tensor = each.view(tensor)  # type: ignore[union-attr]
-            operands[name] = tensor
-        made, outs = ready.run(operands), []
-        for at, shape, order in only.results:
-            out = made[at] if shape is None else made[at].view(shape)
-            outs.append(out if order is None else out.permute(order))
-        return outs
-
-    def _only_task(self, key: Any) -> tuple[Only, Ready] | None:
-        only = self._program(key).only
-        if only is None:
-            return None
-        self._only[key] = known = only, self._made_ready(key, 0, only.task, only.axis)
-        return known
-
-    def fake(self, key: Any, tensors: dict[str, Any]) -> list[Tensor]:
-        """Return empty tensors with the shapes of the results of `run`."""
-
-        def runs(place: int, task: Task, axis: str, operands: Mapping[str, Any]) -> list[Tensor]:
-            return [operands["a"].new_empty(shape) for shape in task.results(self.partition.place[axis][0])]
-
-        return self._program(key).run(tensors, runs)
+        # Every call runs this: no Python function is called but that of the task.
+        program = self._programs.get(key) or self._written(key)
+        tensors = {**tensors}
+        for step in program.steps:
+            outs: list[Tensor]
+            if step.task is None:
+                assert step.local is not None
+                outs = [*step.local(tensors)]
+            else:
+                operands: dict[str, Any] = {}
+                for name, each in step.operands.items():
+                    if each.__class__ is str:
+                        operands[name] = tensors[each]
+                        continue
+                    tensor, how = tensors[each.name], each.how  # type: ignore[union-attr]
+                    if how == "transposed":
+                        tensor = tensor.t()
+                    elif how == "viewed":
+                        tensor = each.view(tensor)  # type: ignore[union-attr]
+                    operands[name] = tensor
+                if fake:
+                    shapes = step.task.results(self.partition.place[step.axis][0])
+                    outs = [operands["a"].new_empty(shape) for shape in shapes]
+                else:
+                    ready = step.ready
+                    if ready is None or ready.version != generation.version or ready.on_gpu or generation.gone:
+                        ready = self._ready(step)
+                    outs = ready.run(operands)
+                for i, shape in step.shapes:
+                    outs[i] = outs[i].view(shape)
+            for name, out in zip(step.made, outs, strict=True):
+                tensors[name] = out
+            for name in step.frees:
+                del tensors[name]
+        return [tensors[name] if order is None else tensors[name].permute(order) for name, order in program.results]
 
     def linear(self, given: dict[str, Tensor]) -> Tensor:
         """Return y of a call that `is_linear`, with autograd's own gradients.
@@ -257,21 +237,14 @@ class Call:
         Gradients of a program take as long as the matmuls of a small layer.
         """
         key = tuple(given)
-        known = self._only.get(key) or self._only_task(key)
-        # The program may have no task: no number of ranks sends anything.
-        if known is not None:
-            known[1].pass_by()
+        # A program has no task if no number of ranks sends anything.
+        for step in (self._programs.get(key) or self._written(key)).steps:
+            if step.task is not None:
+                (step.ready or self._ready(step)).pass_by()
         return F.linear(given["x"], given["w"], given.get("bias"))
 
 
 _calls: dict[Any, Call] = generation.table({})
-
-
-def _kept(key: Any) -> Call | None:
-    if generation.gone:
-        generation.changed()
-    call = _calls.get(key)
-    return call if call is not None and call.version == generation.version else None
 
 
 def _keep(key: Any, call: Call) -> Call:
@@ -281,15 +254,19 @@ def _keep(key: Any, call: Call) -> Call:
     return call
 
 
-def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Call:
-    """Return the call that a registered operator's arguments describe."""
-    settings = Settings.of(text)
+def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Call:
+    """Return the call with these settings and numbers, see `Call`, for operands in this dtype."""
     dtype = settings.out_dtype or dtype
     try:
         # A new group may have the name of a destroyed one.
         members = tuple(id(groups.named(name)) for name in settings.group_names)
-        key = (text, tuple(numbers), dtype, device, members)
-        return _kept(key) or _keep(key, Call(settings, tuple(numbers), dtype, device))
+        key = (settings, tuple(numbers), dtype, device, members)
+        if generation.gone:
+            generation.changed()
+        call = _calls.get(key)
+        if call is None or call.version != generation.version:
+            call = _keep(key, Call(settings, tuple(numbers), dtype, device))
+        return call
     except TypeError as error:
         # Symbolic lengths of torch.compile cannot be hashed. Such a call is made once a graph and not cached.
         if "SymInt" not in str(error):
@@ -297,8 +274,8 @@ def of(text: str, numbers: Sequence[int], dtype: torch.dtype, device: torch.devi
         return Call(settings, numbers, dtype, device)
 
 
-# Takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the text and numbers for `of`.
-Prepare: TypeAlias = Callable[..., tuple[str, Sequence[int]]]
+# Takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the settings and numbers for `of`.
+Prepare: TypeAlias = Callable[..., Described]
 
 
 def named(
@@ -319,7 +296,7 @@ def named(
 def describe(
     prepare: Prepare, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
     norm: Norm | None,
-) -> tuple[str, Sequence[int]]:  # fmt: skip
+) -> Described:  # fmt: skip
     """Call `prepare` with the tensors that `named` has returned. A compiler can trace the code."""
     w, bias = given["w"], given.get("bias")
     if "w1" in given:

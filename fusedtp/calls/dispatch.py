@@ -42,8 +42,8 @@ from ..schedules.forms import Prepared
 from ..torch_private import graph_task
 from ..workspaces import agreement, generation
 from ..workspaces.agreement import Meaning
-from . import kernels_tuned, tuning
-from .kernels_tuned import Tuned
+from . import tuning
+from .tuning import Tuned
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -138,7 +138,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
 
 def _as_tree(task: Task, group: ProcessGroup) -> Path:
     # The schedule asked for applies to the call's other ops, which only move data.
-    _check_dtype(task.op.name, task.dtype)
+    check_dtype(task.dtype, f"{task.op.name}: ")
     ranks = "on one rank too" if group.size() == 1 else "and float32 between ranks"
     return Path(task.op.name, "fused", f"added up as a tree of {task.leaves} leaves, which only kernels do, {ranks}")
 
@@ -164,7 +164,7 @@ def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
     # The measurement that gives `fused` another tile than the table's, if any.
     if ws is None or ws.knowledge is None or ws.knowledge.table is None:
         return None
-    return kernels_tuned.nearest(ws.knowledge.table.kernels, task, ws.world_size)
+    return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
 
 
 def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
@@ -215,12 +215,9 @@ class Ready(Prepared):
 
     def prepared(self) -> Ready:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
-        locks.alone(self._turn, self.task.op.name, self._prepare_once)
-        return self
-
-    def _prepare_once(self) -> None:
         if not self._is_prepared:
-            self._prepare()
+            locks.alone(self._turn, self.task.op.name, self._prepare)
+        return self
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
@@ -244,7 +241,7 @@ class Ready(Prepared):
             if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
                 self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
         if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
-            choice, self.path = tuned.choice, replace(self.path, kernel=kernels_tuned.told(tuned))
+            choice, self.path = tuned.choice, replace(self.path, kernel=tuning.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
         ends_with = [
             f"{each} {self.on.where}" for each in (task.activation, "residual" * ("residual" in task.shapes)) if each
@@ -348,14 +345,15 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
 def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     check_schedule(schedule)
     if schedule == "fused":
-        _check_dtype(op, dtype)
+        check_dtype(dtype, f"{op}: ")
     return Path(op, schedule, "asked for")
 
 
-def _check_dtype(op: str, dtype: torch.dtype) -> None:
+def check_dtype(dtype: torch.dtype, what: str = "") -> None:
+    """Raise ValueError unless kernels multiply the dtype. `what` begins the error."""
     if dtype not in FUSED_DTYPES:
         names = ", ".join(str(each) for each in FUSED_DTYPES)
-        raise ValueError(f"{op}: schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
+        raise ValueError(f"{what}schedule 'fused' multiplies {names}, got {dtype}: use 'decomposed' or 'unfused'")
 
 
 @cache

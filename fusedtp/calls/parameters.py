@@ -38,7 +38,7 @@ from ..torch_private import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor import DTensor, Placement
 
 # Types without a dispatch of their own: no DTensor, fake tensor or other subclass.
 PLAIN = (Tensor, nn.Parameter)
@@ -89,7 +89,7 @@ def sharded(
     here[dim] = sizes[mesh.get_local_rank()]
     if is_padded(tuple(sizes)):
         here[dim], there[dim] = max(sizes), max(sizes) * len(sizes)
-    return _parameter(torch.empty(here, device=device, dtype=dtype), there, mesh, Shard(dim))
+    return nn.Parameter(as_dtensor(torch.empty(here, device=device, dtype=dtype), mesh, Shard(dim), there))
 
 
 def whole(
@@ -98,15 +98,16 @@ def whole(
     """Return an uninitialised parameter that is the same on every rank of the mesh."""
     from torch.distributed.tensor import Replicate
 
-    return _parameter(torch.empty(shape, device=device, dtype=dtype), shape, mesh, Replicate())
+    return nn.Parameter(as_dtensor(torch.empty(shape, device=device, dtype=dtype), mesh, Replicate(), shape))
 
 
-def _parameter(values: Tensor, shape: Sequence[int], mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: Sequence[int]) -> DTensor:
+    """Return y, which lies as `made` of a whole tensor of `shape`, as a DTensor."""
     from torch.distributed.tensor import DTensor
 
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    value = DTensor.from_local(values, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)
-    return nn.Parameter(value)
+    # A DTensor's strides are those of the whole tensor. Wrong ones would mislead a view of it.
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(y.contiguous(), mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 @torch.no_grad()

@@ -1,25 +1,89 @@
-"""Check the arguments of the linear functions and layers, and describe them for `call`; one function for each.
+"""Check the arguments of the linear functions and layers, and describe each call by settings and numbers for `call`.
 
-The functions run once for equal calls, and when a compiler traces a graph.
+Each function has one check, which runs once for equal calls, and when a compiler traces a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..norms import Norm
-from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER
-from ..options import Options, without_producer
+from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER, Options
 from . import arguments
 from .arguments import Biases, Weights
-from .settings import described
 
-# Settings and numbers, the first arguments of `call.of`.
-Described: TypeAlias = tuple[str, Sequence[int]]
+# Size of the cache of calls.
+MAX_CALLS = 4096
+
+
+class Settings(NamedTuple):
+    """Settings of a call: everything except its tensors and lengths. A compiler can trace all but `of`.
+
+    - `spec`: the call in the notation of `sharding.notation`.
+    - `group_names`: one for each mesh axis, in the spec's order.
+    - `ranks`: this rank's number in each group. Uneven shapes depend on it, and it keeps a rank from using another
+      rank's compiled graph from a cache.
+    - `w_transposed`: whether w is stored [N, K].
+    - `by_size`: whether the plan depends on bytes and FLOPs.
+    - `norm`, `eps`: the norm's name, "" for none.
+    - `leaves`: leaves of the tree order of contractions, 0 for rank order, `op.AS_ANY` for any order.
+    - `dtypes`: names of the dtypes of x, w and the results, if x and w are float8 with scales.
+    - `blocks`: whether scales are block scales.
+    """
+
+    spec: str
+    group_names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    asked: Options = Options()
+    w_transposed: bool = True
+    by_size: bool = False
+    norm: str = ""
+    eps: float = 0.0
+    leaves: int = 0
+    dtypes: tuple[str, ...] = ()
+    blocks: bool = False
+
+    @property
+    def out_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the results of float8 operands with scales."""
+        return getattr(torch, self.dtypes[2]) if self.dtypes else None
+
+    @property
+    def splits_rows(self) -> bool:
+        """Return whether each rank has rows of its own of a layer's result."""
+        return "_X" in self.spec.split("->")[1]
+
+    @property
+    def text(self) -> str:
+        """Return the settings as one string, for a registered operator."""
+        flags = "".join(["1" if flag else "0" for flag in (self.w_transposed, self.by_size, self.blocks)])
+        numbers, asked = " ".join([str(rank) for rank in self.ranks]), [each or "" for each in self.asked]
+        lines = self.spec, numbers, flags, self.norm, f"{self.eps!r}", str(self.leaves), " ".join(self.dtypes)
+        return "\n".join([*asked, *lines, *self.group_names])
+
+    @staticmethod
+    @lru_cache(maxsize=MAX_CALLS)
+    def of(text: str) -> Settings:
+        """Return the settings whose `text` this is."""
+        *lines, spec, numbers, flags, norm, eps, leaves, dtypes = text.split("\n")[:13]
+        schedule, algorithm, producer, float8, order, activation = lines
+        asked = Options(schedule, algorithm, producer, float8 or None, order, activation or None)
+        w_transposed, by_size, blocks = (flag == "1" for flag in flags)
+        names, ranks = tuple(text.split("\n")[13:]), tuple(map(int, numbers.split()))
+        return Settings(
+            spec, names, ranks, asked, w_transposed, by_size, norm, float(eps), int(leaves), tuple(dtypes.split()),
+            blocks,
+        )  # fmt: skip
+
+
+# The first arguments of `call.of`.
+Described: TypeAlias = tuple[Settings, Sequence[int]]
 
 # Features that x should have, for errors.
 _ALL = "all features, [.., K]; a style gathers them from shards with input_layouts=Shard(-1)"
@@ -33,7 +97,7 @@ def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 def layer(
     x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, asked: Options,
-    norm: str = "",
+    norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """Return settings and numbers of a call with a spec over axis X, with the dims of `layer_spec`.
 
@@ -45,9 +109,10 @@ def layer(
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
     arguments.check_reach(asked.schedule, x, [group], lengths)
-    arguments.check_float8(asked.float8, x)
+    arguments.float8_of(asked.float8, x.dtype, "x")
     leaves = arguments.leaves_of(asked, group.size(), x.dtype)
-    settings = described(spec, [group.group_name], [group.rank()], asked, norm=norm, leaves=leaves)
+    name, eps = ("", 0.0) if norm is None else (norm.name, norm.eps)
+    settings = Settings(spec, (group.group_name,), (group.rank(),), asked, norm=name, eps=eps, leaves=leaves)
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
 
@@ -59,13 +124,10 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
     return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
 
 
-def _normed(norm: Norm | None, x: Tensor, length: int, *, along: int | None = None) -> str:
-    """Check a norm's parameters and return the norm as text for `described`, "" for none.
-
-    A rank must have all columns of the result. `along` is the scattered dim.
-    """
+def _check_norm(norm: Norm | None, x: Tensor, length: int, *, along: int | None = None) -> None:
+    """Check a norm's parameters. A rank must have all columns of the result; `along` is the scattered dim."""
     if norm is None:
-        return ""
+        return
     if along is not None and along == x.ndim - 1:
         raise ValueError("a norm is of whole rows, of which a rank has a part with scatter_dim the last one")
     for name, each in (("norm_weight", norm.weight), ("norm_bias", norm.bias)):
@@ -73,7 +135,6 @@ def _normed(norm: Norm | None, x: Tensor, length: int, *, along: int | None = No
             arguments.check_tensor(name, each, x)
             if tuple(each.shape) != (length,):
                 raise ValueError(f"{name} must be [{length}], as many as weight has rows, got {tuple(each.shape)}")
-    return f"{norm.name} {norm.eps!r}"
 
 
 def all_gather_problem(
@@ -81,12 +142,12 @@ def all_gather_problem(
     sizes: Sequence[int] | None,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `all_gather_linear`."""
-    arguments.check_linears(x, weight, bias, asked)
+    arguments.check_linear(x, weight, bias, asked)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
     found = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
-    num_out = arguments.check_all_features(*found, weight, _OWN if on_features else _ALL)
+    num_out = arguments.check_features(*found, weight, _OWN if on_features else _ALL)
     arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
@@ -108,13 +169,13 @@ def reduce_scatter_problem(
     arguments.check_residual(residual, x, shape)
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    normed = _normed(norm, x, weight.shape[0], along=dim)
-    if normed and asked.order not in (RANK_ORDER, ANY_ORDER):
+    _check_norm(norm, x, weight.shape[0], along=dim)
+    if norm is not None and asked.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(
             f"with order {asked.order!r} the gradient of a norm whose rows ranks share would not be added up in that "
             "order: give no norm_weight, and norm the result"
         )
-    return layer(x, weight, spec, splits, group, asked, normed)
+    return layer(x, weight, spec, splits, group, asked, norm)
 
 
 def all_reduce_problem(
@@ -122,14 +183,15 @@ def all_reduce_problem(
     residual: Tensor | None = None, norm: Norm | None = None,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `linear_all_reduce`."""
-    asked = without_producer(asked)
+    asked = asked._replace(producer="auto")
     arguments.check_linear(x, weight, bias, asked)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
     arguments.check_algorithm(MATMUL_ALL_REDUCE, asked, x)
     arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    return layer(x, weight, spec, splits, group, asked, _normed(norm, x, weight.shape[0]))
+    _check_norm(norm, x, weight.shape[0])
+    return layer(x, weight, spec, splits, group, asked, norm)
 
 
 def fsdp_problem(
@@ -156,9 +218,9 @@ def replicated_problem(
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Forward sends nothing. Backward all-reduces dx. Errors are
     those of `all_gather_linear`.
     """
-    asked = without_producer(asked)
-    arguments.check_linears(x, weight, bias, asked)
-    num_out = arguments.check_all_features("x has", x.shape[-1], weight, _ALL)
+    asked = asked._replace(producer="auto")
+    arguments.check_linear(x, weight, bias, asked)
+    num_out = arguments.check_features("x has", x.shape[-1], weight, _ALL)
     arguments.check_activation(asked.activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)

@@ -1,19 +1,24 @@
 """Programs: a plan as an ordered list of tasks on matrices for one rank, with all lengths known.
 
-A program is built once for a call and runs with its tensors, or with fakes to compute shapes only.
+A program is built once for a call, which runs it on tensors, or on fakes to compute shapes only.
+
+Tensors have named dims, so a weight can be stored [N, K] if the notation says [K, N]: operands are permuted views, not
+transposed copies. The dim that a collective gathers or scatters becomes the outermost of the rows or of the
+contraction: there the ranks' parts are contiguous.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ..float8 import largest_finite
+from ..float8 import Formats, largest_finite
 from ..op import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -25,261 +30,310 @@ from ..op import (
     OPS,
     Op,
     Task,
+    numbered,
 )
-from ..recipes import Cast, Casts
+from ..scaled import Cast, casts_of
 from ..schedules.local import activated, mm, summed, summed_rows
 from ..schedules.verbs import Epilogue
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
-from ..sharding.redistribute import Step, moved
-from .matrices import Blocks, Matrix, Named, flat_sizes, operands_of, outermost
-
-# A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.
-Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
-
-
-class Builder(Protocol):
-    """The part of a `Program` that `cast` uses."""
-
-    partition: Partition
-
-    def add(self, run: Any, reads: Sequence[str], *made: Any) -> tuple[Named, ...]: ...
-
-    def task(self, task: Task, axis: str, operands: Mapping[str, Any], *made: Any) -> tuple[Named, ...]: ...
-
-
-def cast(program: Builder, given: Sequence[Use]) -> list[Named]:
-    """Add the steps that cast these tensors to float8, each once. Tensors without a cast stay unchanged.
-
-    A tensor with a single scale has the same scale on all ranks. The ranks all-gather the largest magnitude, of several
-    tensors at once.
-    """
-    # Keyed by name: symbolic lengths cannot be hashed.
-    agreed: dict[str, tuple[str, int]] = {}
-    whole = [(x, lies.used) for x, lies, its, _ in given if its is not None and its.whole]
-    for axes in dict.fromkeys(axes for _, axes in whole):
-        alike = list({x.name: x for x, its in whole if its == axes}.values())
-        largest = _largest(program, alike, axes)
-        agreed |= {x.name: (largest.name, i) for i, x in enumerate(alike)}
-    made: dict[Any, Named] = {}
-    found = []
-    for x, _, its, contracted in given:
-        if its is None:
-            found.append(x)
-            continue
-        key = x.name, its, tuple(contracted)
-        if key not in made:
-            step = _casting(its, x, contracted, agreed.get(x.name))
-            made[key] = program.add(step.run, step.reads, (x.dims, x.lengths))[0]
-        found.append(made[key])
-    return found
-
-
-def _largest(program: Builder, xs: Sequence[Named], axes: Sequence[str]) -> Named:
-    # [1, len(xs)]: the largest magnitude of each tensor over the ranks of these axes.
-    dims, made = (".one", ".each"), _measuring(xs)
-    found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
-    for axis in axes:
-        num_ranks = program.partition.place[axis][1]
-        if num_ranks > 1:
-            task = Task(ALL_GATHER, {"a": (1, len(xs))}, torch.float32, (1,) * num_ranks)
-            matrix = Matrix.of(found, dims[:1], dims[1:])
-            everyone = program.task(task, axis, {"a": matrix}, (dims, (num_ranks, len(xs))))[0]
-            made = _largest_of(everyone)
-            found = program.add(made.run, made.reads, (dims, (1, len(xs))))[0]
-    return found
-
-
-class _Made(NamedTuple):
-    """Function of a step, which takes all tensors by name, and the names of the tensors that it reads."""
-
-    run: Callable[[dict[str, Any], Any], list[Any]]
-    reads: tuple[str, ...]
-
-
-def _casting(its: Cast, x: Named, contracted: Sequence[str], largest: tuple[str, int] | None) -> _Made:
-    """Cast x to float8. For a single scale, `largest` names the tensor [1, ..] with the magnitude, and the column."""
-    dims = tuple(i for i, name in enumerate(x.dims) if name in contracted)
-    if largest is None:
-        return _Made(lambda tensors, runs: [its(tensors[x.name], dims)], (x.name,))
-    name, i = largest
-    return _Made(lambda tensors, runs: [its(tensors[x.name], dims, tensors[name][0, i])], (x.name, name))
-
-
-def _measuring(xs: Sequence[Named]) -> _Made:
-    """Compute [1, len(xs)]: the largest magnitude of each tensor on this rank."""
-    names = tuple(x.name for x in xs)
-    return _Made(lambda tensors, runs: [torch.stack([largest_finite(tensors[name]) for name in names])[None]], names)
-
-
-def _largest_of(everyone: Named) -> _Made:
-    """Compute [1, ..]: the largest magnitudes over all ranks."""
-    return _Made(lambda tensors, runs: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,))
-
-
-def _bias_gradient(program: Program, plans: Plan, dy: Named) -> Named:
-    """Add the gradient of a bias: the sum of dy's rows, over ranks too, with the bias's sharding."""
-    # The bias is sharded like w's columns.
-    spec = plans.spec
-    rows = tuple(name for name in spec.c.names if name != spec.n)
-    now = notation.Tensor(spec.c.dims[-1:])
-    # The row dims that are split, each with its axis.
-    split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
-    if program.leaves:
-        db = _as_tree(program, dy, rows, spec.n, split)
-    else:
-        matrix = Matrix.of(dy, rows, (spec.n,))
-        db = program.add(
-            lambda tensors, runs: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
-            ((spec.n,), (dy.length(spec.n),)),
-        )[0]  # fmt: skip
-        for _, axis in split:
-            db = program.plain(Step("all_reduce", "db", axis), now, db)
-    while now.used and not spec.b.axes(spec.n):
-        step = Step("all_gather", "db", now.used[-1], spec.n)
-        db, now = program.plain(step, now, db), moved(now, step)
-    return db
-
-
-def _as_tree(program: Program, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
-    # The sum of dy's rows, which may be `split` over one axis: a product with ones that contracts the rows.
-    assert len(split) < 2
-    dim, axis = split[0] if split else ("", "")
-    order = outermost(rows, dim)
-    matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
-    length = math.prod(dy.length(name) for name in rows)
-    sizes = program.partition.sizes(dim, (), axis) if split else ()
-    if len(set(sizes)) == 1:
-        (ones,) = program.add(
-            lambda tensors, runs: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
-        )
-        operands = {"a": Matrix.of(ones, ("",), (".rows",)), "b": matrix}
-        shapes = {name: each.size for name, each in operands.items()}
-        task = Task(MATMUL_ALL_REDUCE, shapes, program.dtype, leaves=program.leaves)
-        return program.task(task, axis, operands, made)[0]
-    whole: Named | None = None
-    if split:
-        # Leaves would end inside a rank's rows, so every rank gathers all rows and adds them.
-        flat = flat_sizes(sizes, order, dy, dim)
-        task = Task(ALL_GATHER, {"a": matrix.size}, program.dtype, flat)
-        (whole,) = program.task(task, axis, {"a": matrix}, ((".rows", n), (sum(flat), dy.length(n))))
-        matrix = Matrix.of(whole, (".rows",), (n,))
-    return program.add(
-        lambda tensors, runs: [summed_rows(matrix.view(tensors[matrix.name]), program.leaves)], (matrix.name,), made
-    )[0]
-
-
-class Runs(Protocol):
-    """Function that runs a task over a mesh axis. `place` is the task's index in the program."""
-
-    def __call__(self, place: int, task: Task, axis: str, operands: Mapping[str, Tensor]) -> list[Tensor]: ...
-
-
-@dataclass
-class _Step:
-    # run: takes tensors by name and returns the tensors `made`. frees: tensors that no later step reads.
-    run: Callable[[dict[str, Tensor], Runs], Sequence[Tensor]]
-    reads: tuple[str, ...]
-    made: tuple[str, ...]
-    frees: tuple[str, ...] = ()
+from ..sharding.routes import Step, moved
+from .dispatch import Ready
+from .problems import Settings
 
 
 @dataclass(frozen=True)
-class Only:
-    """A program of one task.
+class Named:
+    """A tensor of a program: its name, and the names and lengths of its dims in storage order."""
 
-    - `task`, `axis`: the task and its mesh axis.
-    - `operands`: the task's operands, by name.
-    - `results`: for each result of the program, its index in the task's results, its shape if it is no matrix, and the
-      permutation of its dims, if any.
+    name: str
+    dims: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    def length(self, dim: str) -> int:
+        return self.lengths[self.dims.index(dim)]
+
+    def numel(self, dims: Sequence[str]) -> int:
+        return math.prod([self.length(dim) for dim in dims])
+
+    def order(self, dims: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Return the permutation that puts the dims in this order; None if they are in this order."""
+        return None if dims == self.dims else tuple(self.dims.index(dim) for dim in dims)
+
+
+# A tensor as blocks of its columns N: one block for each weight.
+Blocks: TypeAlias = Sequence[Named]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A tensor seen as a matrix.
+
+    - `name`: the tensor's name.
+    - `order`: permutation of the dims, None for none.
+    - `flat`: whether to flatten the dims to `shape`.
+    - `shape`: [rows, cols] before the transpose.
+    - `transposed`: whether to transpose last.
     """
 
-    task: Task
-    axis: str
-    operands: Mapping[str, Matrix | str]
-    results: tuple[tuple[int, tuple[int, ...] | None, tuple[int, ...] | None], ...]
+    name: str
+    order: tuple[int, ...] | None
+    flat: bool
+    shape: tuple[int, int]
+    transposed: bool = False
+
+    @cached_property
+    def how(self) -> Literal["as it is", "transposed", "viewed"]:
+        """Return the kind of view that `view` makes."""
+        if self.flat or self.order not in (None, (1, 0)):
+            return "viewed"
+        return "as it is" if (self.order is None) != self.transposed else "transposed"
+
+    @classmethod
+    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
+        """Return x as the matrix [rows, cols]. Each of the two is a list of dims."""
+        flat = not len(rows) == len(cols) == 1
+        return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
+
+    def t(self) -> Matrix:
+        """Return the transposed matrix."""
+        return replace(self, transposed=not self.transposed)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return [rows, cols]."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the matrix view of a tensor. Copy it only if flattened dims are not contiguous."""
+        x = x if self.order is None else x.permute(self.order)
+        x = x.reshape(self.shape) if self.flat else x
+        return x.t() if self.transposed else x
+
+
+def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
+    """Return the names with `first` in front, if it is one of them."""
+    return (first, *(name for name in names if name != first)) if first in names else names
+
+
+def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
+    """Return every rank's length of x's flattened dims `names`, given every rank's length of the outermost `dim`."""
+    per_index = x.numel([name for name in names if name != dim])
+    return tuple(size * per_index for size in sizes)
+
+
+class Ending(NamedTuple):
+    """Epilogue of a matmul, by names of tensors.
+
+    - `biases`: for each result, [N] along its last dim, added once.
+    - `residual`: has the shape of the final result.
+    - `norm`: names of its weight and bias. The normed result follows the sum.
+    - `activation`, `keeps`: as of a task. No step may follow an activation.
+    """
+
+    biases: Sequence[str | None] = ()
+    residual: Named | None = None
+    norm: Sequence[str] = ()
+    activation: str = ""
+    keeps: bool = False
+
+
+PLAIN = Ending()
+
+
+def operands_of(
+    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending, columns: Sequence[int], residual: Matrix | None
+) -> tuple[dict[str, Matrix | str], dict[str, tuple[int, int]]]:
+    """Return the operands of a product by name, and their shapes. A bias has an element for each column."""
+    operands: dict[str, Matrix | str] = {}
+    for a, b, (left, right) in zip(numbered("a", len(pairs)), numbered("b", len(pairs)), pairs, strict=True):
+        # What is gathered is one operand for all weights.
+        if op is not ALL_GATHER_MATMUL or not operands:
+            operands[a] = left
+        operands[b] = right
+    if residual is not None:
+        operands["residual"] = residual
+    shapes = {name: each.size for name, each in operands.items() if isinstance(each, Matrix)}
+    for name, bias, length in zip(numbered("bias", len(ending.biases)), ending.biases, columns, strict=True):
+        if bias is not None:
+            operands[name], shapes[name] = bias, (1, length)
+    for name in ending.norm:
+        operands[name], shapes[name] = name, (1, columns[0])
+    return operands, shapes
+
+
+# A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.
+Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
+# Dims and lengths of a tensor that a step makes.
+Made: TypeAlias = tuple[tuple[str, ...], Sequence[int]]
+# A function of tensors by name.
+Local: TypeAlias = Callable[[dict[str, Any]], Sequence[Any]]
+
+
+@dataclass
+class ProgramStep:
+    """A step of a program: a task over a mesh axis, or `local`, a function of this rank's tensors by name.
+
+    - `made`: names of the results.
+    - `shapes`: for each result that is no matrix, its index and shape.
+    - `frees`: tensors that no later step reads.
+    - `ready`: the task, prepared when it first runs.
+    """
+
+    reads: tuple[str, ...]
+    made: tuple[str, ...]
+    local: Local | None = None
+    task: Task | None = None
+    axis: str = ""
+    operands: Mapping[str, Matrix | str] = field(default_factory=dict)
+    shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    frees: tuple[str, ...] = ()
+    ready: Ready | None = None
 
 
 class Program:
-    """Steps from given tensors to results."""
+    """Steps from given tensors to results. A result is a tensor's name and the permutation of its dims, if any."""
 
-    def __init__(
-        self, partition: Partition, dtype: torch.dtype, algorithm: str = "auto", float8: tuple[torch.dtype, ...] = (),
-        recipe: Casts | None = None, *, blocks: bool = False, norm: tuple[str, float] = ("", 0.0), leaves: int = 0,
-    ) -> None:  # fmt: skip
-        self.partition, self.dtype, self._algorithm = partition, dtype, algorithm
-        # The dtypes of forward's float8 operands and whether they have block scales, or the recipe that casts operands.
-        self._float8, self._blocks, self._recipe = float8, blocks, recipe or {}
-        # The name and eps of a task's norm.
-        self._norm = norm
-        # The fields of `Task` with these names. The argument `leaves` stands for both, as in settings.
-        self.leaves, self.any_order = max(0, leaves), leaves == AS_ANY
-        self._steps: list[_Step] = []
-        self._results: list[tuple[str, tuple[int, ...] | None]] = []
+    def __init__(self, partition: Partition, dtype: torch.dtype, settings: Settings, formats: Formats) -> None:
+        self.partition, self.dtype, self._settings = partition, dtype, settings
+        # The dtypes of forward's float8 operands, or the recipe that casts operands.
+        self._float8 = tuple([getattr(torch, name) for name in settings.dtypes[:2]])
+        self._recipe = casts_of(settings.asked.float8 or "", formats)
+        # The fields of `Task` with these names.
+        self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
+        self.steps: list[ProgramStep] = []
+        self.results: list[tuple[str, tuple[int, ...] | None]] = []
         self._num_names = 0
-        self.tasks: list[tuple[Task, str]] = []
-        self._last: tuple[Task, str, Mapping[str, Matrix | str], Sequence[tuple[int, ...] | None]] | None = None
-
-    def run(self, tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
-        """Run the steps on tensors by name and return the results."""
-        tensors = {**tensors}
-        for step in self._steps:
-            for name, out in zip(step.made, step.run(tensors, runs), strict=True):
-                tensors[name] = out
-            for name in step.frees:
-                del tensors[name]
-        return [tensors[name] if order is None else tensors[name].permute(order) for name, order in self._results]
 
     def finish(self, results: Sequence[tuple[Named, tuple[str, ...]]]) -> Program:
         """Set the results, each with the order of its dims, and return the program. No step may be added afterwards."""
-        self._results = [(each.name, each.order(dims)) for each, dims in results]
-        kept = {name for name, _ in self._results}
-        for step in reversed(self._steps):
+        self.results = [(each.name, each.order(dims)) for each, dims in results]
+        kept = {name for name, _ in self.results}
+        for step in reversed(self.steps):
             step.frees = tuple(
                 name for name in dict.fromkeys((*step.reads, *step.made)) if name not in kept and "." in name
             )
             kept.update(step.reads)
         return self
 
-    @property
-    def only(self) -> Only | None:
-        """Return the program's only step if it is a task, else None."""
-        if len(self._steps) != 1 or self._last is None:
-            return None
-        task, axis, operands, shapes = self._last
-        made = self._steps[0].made
-        results = [(made.index(name), shapes[made.index(name)], order) for name, order in self._results]
-        return Only(task, axis, operands, tuple(results))
+    def _named(self, made: Sequence[Made]) -> tuple[Named, ...]:
+        # A leading dot marks tensors that the program makes. Given tensors have none.
+        begin = self._num_names
+        self._num_names += len(made)
+        return tuple([Named(f".{begin + i}", dims, tuple(lengths)) for i, (dims, lengths) in enumerate(made)])
 
-    def add(self, run: Any, reads: Sequence[str], *made: tuple[tuple[str, ...], Sequence[int]]) -> tuple[Named, ...]:
-        tensors = []
-        for dims, lengths in made:
-            # A leading dot marks tensors that the program makes. Given tensors have none.
-            tensors.append(Named(f".{self._num_names}", dims, tuple(lengths)))
-            self._num_names += 1
-        self._steps.append(_Step(run, tuple(reads), tuple(each.name for each in tensors)))
-        return tuple(tensors)
+    def add(self, local: Local, reads: Sequence[str], *made: Made) -> tuple[Named, ...]:
+        """Add a function of tensors by name, which reads these tensors and returns tensors with these dims."""
+        tensors = self._named(made)
+        self.steps.append(ProgramStep(tuple(reads), tuple([each.name for each in tensors]), local))
+        return tensors
 
-    def task(
-        self, task: Task, axis: str, operands: Mapping[str, Matrix | str],
-        *made: tuple[tuple[str, ...], Sequence[int]],
-    ) -> tuple[Named, ...]:  # fmt: skip
-        # made: the dims and lengths of each result.
-        place = len(self.tasks)
-        self.tasks.append((task, axis))
-        shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
+    def task(self, task: Task, axis: str, operands: Mapping[str, Matrix | str], *made: Made) -> tuple[Named, ...]:
+        """Add a task over a mesh axis, whose results have these dims."""
+        tensors = self._named(made)
+        reads = tuple([each if isinstance(each, str) else each.name for each in operands.values()])
+        shapes = tuple([(i, each.lengths) for i, each in enumerate(tensors) if len(each.dims) != 2])
+        names = tuple([each.name for each in tensors])
+        self.steps.append(ProgramStep(reads, names, task=task, axis=axis, operands=operands, shapes=shapes))
+        return tensors
 
-        def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
-            taken = {
-                name: each.view(tensors[each.name]) if isinstance(each, Matrix) else tensors[each]
-                for name, each in operands.items()
-            }
-            outs = runs(place, task, axis, taken)
-            return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
+    def _cast(self, uses: Sequence[Use]) -> list[Named]:
+        """Cast these tensors to float8, each once; tensors without a cast stay unchanged.
 
-        reads = [each if isinstance(each, str) else each.name for each in operands.values()]
-        self._last = task, axis, operands, shapes
-        return self.add(run, reads, *made)
+        A tensor with a single scale has the same scale on all ranks, which all-gather the largest magnitudes, those of
+        several tensors at once.
+        """
+        # Keyed by name: symbolic lengths cannot be hashed.
+        largest: dict[str, tuple[str, int]] = {}
+        whole = [(x.name, lies.used) for x, lies, its, _ in uses if its is not None and its.whole]
+        for axes in dict.fromkeys(axes for _, axes in whole):
+            names = list(dict.fromkeys(name for name, used in whole if used == axes))
+            most = self._largest(names, axes)
+            largest |= {name: (most, i) for i, name in enumerate(names)}
+        made: dict[Any, Named] = {}
+        found = []
+        for x, _, its, contracted in uses:
+            key = x.name, its, tuple(contracted)
+            if key not in made:
+                made[key] = x if its is None else self._casted(x, its, contracted, largest.get(x.name))
+            found.append(made[key])
+        return found
+
+    def _casted(self, x: Named, its: Cast, contracted: Sequence[str], largest: tuple[str, int] | None) -> Named:
+        # For a single scale, `largest` names the tensor [1, ..] with the magnitude, and the column.
+        dims, made = tuple([i for i, name in enumerate(x.dims) if name in contracted]), (x.dims, x.lengths)
+        if largest is None:
+            return self.add(lambda tensors: [its(tensors[x.name], dims)], (x.name,), made)[0]
+        most, i = largest
+        return self.add(lambda tensors: [its(tensors[x.name], dims, tensors[most][0, i])], (x.name, most), made)[0]
+
+    def _largest(self, names: Sequence[str], axes: Sequence[str]) -> str:
+        # The tensor [1, len(names)] of the largest magnitude of each tensor over the ranks of these axes.
+        dims, count = (".one", ".each"), len(names)
+        (found,) = self.add(
+            lambda tensors: [torch.stack([largest_finite(tensors[name]) for name in names])[None]], names,
+            (dims, (1, count)),
+        )  # fmt: skip
+        for axis in axes:
+            num_ranks = self.partition.place[axis][1]
+            if num_ranks > 1:
+                task = Task(ALL_GATHER, {"a": (1, count)}, torch.float32, (1,) * num_ranks)
+                matrix = Matrix.of(found, dims[:1], dims[1:])
+                (everyone,) = self.task(task, axis, {"a": matrix}, (dims, (num_ranks, count)))
+                found = self._largest_of(everyone, (dims, (1, count)))
+        return found.name
+
+    def _largest_of(self, everyone: Named, made: Made) -> Named:
+        return self.add(lambda tensors: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,), made)[0]
+
+    def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
+        """Add the gradient of a bias: the sum of dy's rows, over ranks too, with the bias's sharding."""
+        # The bias is sharded like w's columns.
+        spec = plans.spec
+        rows = tuple(name for name in spec.c.names if name != spec.n)
+        now = notation.Tensor(spec.c.dims[-1:])
+        # The row dims that are split, each with its axis.
+        split = [(name, axis) for name in rows for axis in spec.c.axes(name)]
+        if self.leaves:
+            db = self._bias_as_tree(dy, rows, spec.n, split)
+        else:
+            matrix = Matrix.of(dy, rows, (spec.n,))
+            (db,) = self.add(
+                lambda tensors: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
+                ((spec.n,), (dy.length(spec.n),)),
+            )  # fmt: skip
+            for _, axis in split:
+                db = self.plain(Step("all_reduce", "db", axis), now, db)
+        while now.used and not spec.b.axes(spec.n):
+            step = Step("all_gather", "db", now.used[-1], spec.n)
+            db, now = self.plain(step, now, db), moved(now, step)
+        return db
+
+    def _bias_as_tree(self, dy: Named, rows: tuple[str, ...], n: str, split: Sequence[tuple[str, str]]) -> Named:
+        # The sum of dy's rows, which may be `split` over one axis: a product with ones that contracts the rows.
+        assert len(split) < 2
+        dim, axis = split[0] if split else ("", "")
+        order = outermost(rows, dim)
+        matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
+        length = dy.numel(rows)
+        sizes = self.partition.sizes(dim, (), axis) if split else ()
+        if len(set(sizes)) == 1:
+            (ones,) = self.add(
+                lambda tensors: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
+            )
+            operands = {"a": Matrix.of(ones, ("",), (".rows",)), "b": matrix}
+            shapes = {name: each.size for name, each in operands.items()}
+            task = Task(MATMUL_ALL_REDUCE, shapes, self.dtype, leaves=self.leaves)
+            return self.task(task, axis, operands, made)[0]
+        if split:
+            # Leaves would end inside a rank's rows, so every rank gathers all rows and adds them.
+            flat = flat_sizes(sizes, order, dy, dim)
+            task = Task(ALL_GATHER, {"a": matrix.size}, self.dtype, flat)
+            (whole,) = self.task(task, axis, {"a": matrix}, ((".rows", n), (sum(flat), dy.length(n))))
+            matrix = Matrix.of(whole, (".rows",), (n,))
+        return self.add(
+            lambda tensors: [summed_rows(matrix.view(tensors[matrix.name]), self.leaves)], (matrix.name,), made
+        )[0]
 
     def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
         """Return every rank's length of the dim that a step gathers, slices or scatters."""
@@ -299,9 +353,7 @@ class Program:
             at, begin, length = x.dims.index(step.dim), sum(sizes[:place]), sizes[place]
             lengths = [length if i == at else each for i, each in enumerate(x.lengths)]
             name = x.name
-            return self.add(
-                lambda tensors, runs: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths)
-            )[0]
+            return self.add(lambda tensors: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths))[0]
         matrix = Matrix.of(x, (step.dim,), others)
         task = Task(OPS[step.kind], {"a": matrix.size}, self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
@@ -320,18 +372,13 @@ class Program:
         return self.any_order and op.kind != "gather"
 
     def matmul(
-        self, plan: MatmulPlan, a: Blocks, b: Blocks, *, biases: Sequence[str | None] = (),
-        residual: Named | None = None, norm: Sequence[str] = (), activation: str = "", keeps: bool = False,
-        wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
+        self, plan: MatmulPlan, a: Blocks, b: Blocks, ending: Ending = PLAIN, *, wanted: tuple[str, ...] | None = None,
+        done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """Add a planned matmul. It chooses the order of its result's dims.
 
         - `a`, `b`: blocks. One a and several b have a result for each b. Several a and as many b have one result, the
           sum of the products.
-        - `biases`: [N] along the last dim of each result of the matmul, added once.
-        - `residual`: has the shape of the final result.
-        - `norm`: names of its weight and bias. The normed result follows the sum.
-        - `activation`, `keeps`: as of a task. No step may follow an activation.
         - `wanted`: the preferred order of dims in memory.
         - `done`: steps that the operands have already passed.
         """
@@ -347,23 +394,20 @@ class Program:
         casts, float8 = self._recipe.get(plan.names[2], {}), self._float8
         if casts:
             uses = [(each, lies[name], casts[name], plan.contraction) for name in now for each in now[name]]
-            made = iter(cast(self, uses))
+            made = iter(self._cast(uses))
             now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
             float8 = tuple(casts[name].dtype for name in plan.names[:2])
-        assert (residual is None and not norm) or (fused is not None and not after)
-        assert not activation or not after
-        outs = self._product(
-            plan, now[plan.names[0]], now[plan.names[1]], fused, biases, residual, norm, activation,
-            keeps, wanted or plan.c.names, float8,
-        )  # fmt: skip
+        assert (ending.residual is None and not ending.norm) or (fused is not None and not after)
+        assert not ending.activation or not after
+        lefts, rights = now.values()
+        outs = self._product(plan, lefts, rights, fused, ending, wanted or plan.c.names, float8)
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
         return outs
 
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        biases: Sequence[str | None], residual: Named | None, norm: Sequence[str], activation: str, keeps: bool,
-        wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
+        ending: Ending, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
         # The matmul, as a task if a collective is fused with it.
         step = fused[0] if fused is not None else None
@@ -380,7 +424,7 @@ class Program:
         # The result is [rows, cols], or [cols, rows] if the rows are wanted as its last dims.
         transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
         # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
-        assert not any(biases) or transposed == exchanged
+        assert not any(ending.biases) or transposed == exchanged
         lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
         op: Op | None = None
         flat: tuple[int, ...] = ()
@@ -397,13 +441,13 @@ class Program:
             lengths[dim] = sizes[self.partition.place[step.axis][0]]
         dims = (*cols, *rows) if transposed else (*rows, *cols)
         is_sum = len(lefts) > 1
-        made = []
+        products: list[Made] = []
         for each in rights[:1] if is_sum else rights:
             own = lengths | {name: each.length(name) for name in cols if name != dim}
-            made.append((dims, [own[name] for name in dims]))
-        biases, columns = biases or (None,) * len(made), [each[-1] for _, each in made]
-        products = made
-        made = [*(made[:1] if activation in GATED else made), *(made if keeps or norm else ())]
+            products.append((dims, [own[name] for name in dims]))
+        ending = ending._replace(biases=ending.biases or (None,) * len(products))
+        made = [*(products[:1] if ending.activation in GATED else products)]
+        made += products if ending.keeps or ending.norm else ()
         pairs = [
             (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
             for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
@@ -411,34 +455,35 @@ class Program:
         if transposed and op is not ALL_GATHER_MATMUL:
             # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
+        epilogue = Epilogue(activation=ending.activation, keeps=ending.keeps)
         if op is None or step is None:
-            return self._local(pairs, biases, made, Epilogue(activation=activation, keeps=keeps))
-        assert (residual is None and not norm) or not transposed
-        added = None if residual is None else Matrix.of(residual, rows, cols)
-        operands, shapes = operands_of(op, pairs, biases, columns, added, norm)
-        algorithm = self._algorithm if op is MATMUL_ALL_REDUCE else "auto"
-        turned = transposed and op is ALL_GATHER_MATMUL
+            return self._local(pairs, ending.biases, made, epilogue)
+        assert (ending.residual is None and not ending.norm) or not transposed
+        added = None if ending.residual is None else Matrix.of(ending.residual, rows, cols)
+        operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
         # The float8 dtype of the task's first operand.
         first = float8[int(exchanged)] if float8 else None
-        name, eps = self._norm if norm else ("", 0.0)
+        name, eps = (self._settings.norm, self._settings.eps) if ending.norm else ("", 0.0)
+        algorithm = self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto"
+        turned = transposed and op is ALL_GATHER_MATMUL
         task = Task(
-            op, shapes, self.dtype, flat, along, turned, algorithm, activation, keeps, first, self._blocks, name, eps,
-            self.leaves, self._of_sums(op),
+            op, shapes, self.dtype, flat, along, turned, algorithm, ending.activation, ending.keeps, first,
+            self._settings.blocks, name, eps, self.leaves, self._of_sums(op),
         )  # fmt: skip
-        if not self.leaves or not activation:
+        if not self.leaves or not ending.activation:
             return self.task(task, step.axis, operands, *made)
         # With a tree order the activation is always the library's, on the rounded products.
         zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
-        names, epilogue = tuple(z.name for z in zs), Epilogue(activation=activation, keeps=keeps)
-        return self.add(lambda tensors, runs: activated(epilogue, [tensors[z] for z in names]), names, *made)
+        names = tuple(z.name for z in zs)
+        return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
 
     def _local(
         self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
-        made: Sequence[tuple[tuple[str, ...], Sequence[int]]], epilogue: Epilogue,
+        made: Sequence[Made], epilogue: Epilogue,
     ) -> Blocks:  # fmt: skip
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
-        def run(tensors: dict[str, Tensor], runs: Runs) -> list[Tensor]:
+        def run(tensors: dict[str, Tensor]) -> list[Tensor]:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
             added = [None if bias is None else tensors[bias] for bias in biases]
             if len(added) == 1:
@@ -459,7 +504,7 @@ class Program:
         """
         needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
         pairs = zip(dy, needs_bias, strict=True)
-        dbs = [_bias_gradient(self, plans, each) if needed else None for each, needed in pairs]
+        dbs = [self._bias_gradient(plans, each) if needed else None for each, needed in pairs]
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
         found: Blocks = ()
@@ -508,7 +553,7 @@ class Program:
                 (one_dy, spec.c, None if plans.together else casts[1].get("dy"), outer),
                 (named[of_other], lies[of_other], casts[1].get(of_other), outer if plans.together else k),
             ]  # fmt: skip
-        taken = cast(self, uses)
+        taken = self._cast(uses)
         blocks = [
             (Matrix.of(first, outer, inner), Matrix.of(one, inner, k), Matrix.of(second, inner, outer),
              Matrix.of(other, outer, k))

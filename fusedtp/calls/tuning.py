@@ -2,13 +2,16 @@
 
 `fusedtp tune` writes one small JSON file: the machine and versions, rates, and for a few sizes of each op the times of
 its schedules. A difference within the noise of the times decides nothing. A prediction for another size is corrected by
-the model's error at the nearest size measured. With `--kernels` the file also has the fastest tiles (`kernels_tuned`).
-Its path is FUSEDTP_TUNING (`off` for none), or fusedtp/tuning.json in the user's cache folder.
+the model's error at the nearest size measured. With `--kernels` the file also has the fastest tiles. Its path is
+FUSEDTP_TUNING (`off` for none), or fusedtp/tuning.json in the user's cache folder.
 
 A choice must be the same on every rank. So it depends only on data that all ranks share: the table, the op, the dtype,
 and the shape of the tensor that travels. Ranks may not share the product's third dim, as a weight may be split
 unevenly. The third dim is that of the nearest measurement, or without one that of an MLP: four times the columns of the
 tensor that travels.
+
+An op takes the tile tuned for the nearest shape of the tensor that travels, unless rows or columns differ by more than
+a factor of `FARTHEST`. Signals count tile rows, so this too depends only on data that ranks agree on.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import log
 from pathlib import Path
@@ -32,12 +36,9 @@ from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..cost.model import Prediction, estimate
 from ..cost.work import Work
-from ..files import read_text, replace
-from ..op import OPS
+from ..files import Entry, entry_of, read_text, replace
+from ..op import OPS, Task
 from ..sharding.plan import ITEMSIZE
-from ..workspaces.entries import Entry, entry_of
-from . import kernels_tuned
-from .kernels_tuned import Tuned
 
 FORMAT = 1
 # Hundreds of times the size of a usual file.
@@ -54,19 +55,21 @@ MOST_RANKS, MOST_LENGTH, LEAST_MS, MOST_MS = 1 << 16, 1 << 40, 1e-9, 1e9
 # Fields that older files lack, with the limits of their values.
 _NOISE = {"p25": (LEAST_MS, MOST_MS), "p75": (LEAST_MS, MOST_MS), "slower": (0.0, MOST_MS / LEAST_MS)}
 
+# Largest ratio between the op's rows and the tuned rows, in either direction; likewise for columns.
+FARTHEST = 2.0
+# Limits of the fields of `kernels.choices.Choice`, repeated here because that module loads Triton.
+LIMITS = {
+    **dict.fromkeys(("block_m", "block_n", "block_k"), (16, 256)),
+    "num_warps": (1, 16), "num_stages": (1, 6), "pushers": (0, 256), "splits": (0, 8),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
-class Sample:
-    """Measured times of an op's schedules at one size.
+class Size:
+    """Op that was measured, and its size.
 
     - `rows`, `cols`: shape of the whole tensor that travels.
-    - `third`: the product's third dim, 0 for none.
-    - `ms`: median time of each schedule.
-    - `p25`, `p75`: quartiles of the times.
-    - `slower`: lower end of the 95 % interval of each schedule's time over the fastest one's. At 1 or below, the
-      difference is noise.
-
-    `p25`, `p75` and `slower` are empty in older files. Then no difference counts as noise.
+    - `third`: the product's third dim on a rank, 0 for none.
     """
 
     op: str
@@ -75,6 +78,20 @@ class Sample:
     rows: int
     cols: int
     third: int
+
+
+@dataclass(frozen=True)
+class Sample(Size):
+    """Measured times of an op's schedules at one size.
+
+    - `ms`: median time of each schedule.
+    - `p25`, `p75`: quartiles of the times.
+    - `slower`: lower end of the 95 % interval of each schedule's time over the fastest one's. At 1 or below, the
+      difference is noise.
+
+    `p25`, `p75` and `slower` are empty in older files. Then no difference counts as noise.
+    """
+
     ms: Mapping[str, float]
     p25: Mapping[str, float] = field(default_factory=dict)
     p75: Mapping[str, float] = field(default_factory=dict)
@@ -83,6 +100,28 @@ class Sample:
     def alike(self) -> set[str]:
         """Return the fastest schedules, whose differences are noise; none if the noise is unknown."""
         return {name for name, least in self.slower.items() if least <= 1}
+
+
+@dataclass(frozen=True)
+class Tuned(Size):
+    """The fastest tile measured for a size of an op.
+
+    - `choice`: fields of `kernels.choices.Choice`; None if the table's tile was as fast as any.
+    - `ms`, `usual_ms`: median times with the choice and with the table's tile.
+    - `faster`: lower end of the 95 % interval of `usual_ms / ms`.
+    - `version`: version of this package, whose kernels were measured.
+    """
+
+    choice: Mapping[str, int] | None
+    ms: float
+    usual_ms: float
+    faster: float
+    version: str
+
+    @property
+    def size(self) -> tuple[str, int, str, int, int, int]:
+        """Return the key of the measurement: everything but its outcome and version."""
+        return self.op, self.world_size, self.dtype, self.rows, self.cols, self.third
 
 
 @dataclass(frozen=True)
@@ -176,7 +215,7 @@ def dump(table: Table) -> str:
         "samples": [{name: value for name, value in asdict(sample).items() if value != {}} for sample in table.samples],
     }
     if table.kernels:
-        content["kernels"] = [each.dumped() for each in table.kernels]
+        content["kernels"] = [asdict(each) for each in table.kernels]
     return json.dumps(content, indent=1) + "\n"
 
 
@@ -195,7 +234,7 @@ def parse(text: str) -> Table:
         content.integer("format", FORMAT, FORMAT)
         machine = content.entry("machine")
         samples = tuple(_sample(each) for each in content.entries("samples"))
-        kernels = tuple(map(kernels_tuned.parse, content.entries("kernels"))) if tuned else ()
+        kernels = tuple(map(_tuned, content.entries("kernels"))) if tuned else ()
         listed, rates = content.entry("rates"), {}
         for size in listed.values:
             if not re.fullmatch("[1-9][0-9]{0,5}", size) or int(size) > MOST_RANKS:
@@ -221,16 +260,42 @@ def _sample(entry: Entry) -> Sample:
     noise = [name for name in _NOISE if name in entry.values]
     entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms", *noise)
     ms = entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES)
-    return Sample(
-        op=entry.text("op", among=OPS),
-        world_size=entry.integer("world_size", 1, MOST_RANKS),
-        dtype=entry.text("dtype", among=ITEMSIZE),
-        rows=entry.integer("rows", 1, MOST_LENGTH),
-        cols=entry.integer("cols", 1, MOST_LENGTH),
-        third=entry.integer("third", 0, MOST_LENGTH),
-        ms=ms,
-        **{name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise},
+    more: dict[str, Any] = {name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise}
+    return Sample(**_size(entry, OPS, 1, 0), ms=ms, **more)
+
+
+def _size(entry: Entry, ops: Collection[str], least_ranks: int, least_third: int) -> dict[str, Any]:
+    return {
+        "op": entry.text("op", among=ops),
+        "world_size": entry.integer("world_size", least_ranks, MOST_RANKS),
+        "dtype": entry.text("dtype", among=ITEMSIZE),
+        "rows": entry.integer("rows", 1, MOST_LENGTH),
+        "cols": entry.integer("cols", 1, MOST_LENGTH),
+        "third": entry.integer("third", least_third, MOST_LENGTH),
+    }
+
+
+def _tuned(entry: Entry) -> Tuned:
+    entry.only(*Tuned.__dataclass_fields__)
+    return Tuned(
+        **_size(entry, [name for name, op in OPS.items() if op.multiplies], 2, 1),
+        choice=None if entry.value("choice") is None else _choice(entry.entry("choice")),
+        faster=entry.number("faster", 0, MOST_MS / LEAST_MS),
+        ms=entry.number("ms", LEAST_MS, MOST_MS),
+        usual_ms=entry.number("usual_ms", LEAST_MS, MOST_MS),
+        version=entry.text("version"),
     )
+
+
+def _choice(entry: Entry) -> dict[str, int]:
+    entry.only(*LIMITS, "flatten")
+    numbers = {name: entry.integer(name, *limits) for name, limits in LIMITS.items()}
+    for name in ("block_m", "block_n", "block_k", "num_warps"):
+        if numbers[name] & (numbers[name] - 1):
+            raise ValueError(f"{entry.where(name)} must be a power of two, got {numbers[name]}")
+    if type(entry.value("flatten")) is not bool:
+        raise ValueError(f"{entry.where('flatten')} must be true or false")
+    return numbers | {"flatten": entry.value("flatten")}
 
 
 def load(target: Path | None = None) -> tuple[Table | None, str, str]:
@@ -346,3 +411,39 @@ def _versus(times: Mapping[str, float], best: str) -> str:
     others = {name: time for name, time in times.items() if name != best}
     other = "unfused" if "unfused" in others else min(others, key=lambda name: others[name], default=best)
     return f"{best} {times[other] / times[best]:.2f}x as fast as {other}" if others else f"{best} alone can run"
+
+
+@cache
+def version_here() -> str:
+    """Return the version of this package."""
+    return version("fusedtp")
+
+
+def nearest_tile(tuned: Sequence[Tuned], task: Task, world_size: int) -> Tuned | None:
+    """Return the measurement of this op, dtype and number of ranks at the nearest size.
+
+    Return None if no size is near or if the table's tile was the fastest there. The last of several measurements of one
+    size counts. Collectives without a matmul, tasks with leaves and tasks with block scales have no tuned tiles.
+    """
+    if not task.op.multiplies or task.leaves or task.in_blocks:
+        return None
+    rows, cols = task.moved
+    of = task.op.name, world_size, task.multiplied_in
+
+    def distance(each: Tuned) -> float:
+        ratios = abs(log(max(1, rows) / each.rows)), abs(log(max(1, cols) / each.cols))
+        return sum(ratios) if max(ratios) <= log(FARTHEST) + 1e-9 else float("inf")
+
+    near = [each for each in tuned if (each.op, each.world_size, each.dtype) == of and each.version == version_here()]
+    best = min(reversed(near), key=distance, default=None)
+    return best if best is not None and best.choice is not None and distance(best) < float("inf") else None
+
+
+def told(tuned: Tuned) -> str:
+    """Return the text of `Path.kernel` for a measurement."""
+    # A late import: it loads Triton.
+    from ..kernels.choices import of_fields
+
+    assert tuned.choice is not None
+    faster = tuned.usual_ms / tuned.ms
+    return f"{of_fields(tuned.choice)}: {faster:.2f}x as fast as the table's, measured at {tuned.rows}x{tuned.cols}"

@@ -122,7 +122,7 @@ class Hardware:
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
 # `float8.Formats.e4m3` by name: nothing in this module loads torch.
 OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
-# `scaled_mm` widens to these if torch has no scaled matmul. Blocks with their scales are exact in bfloat16, which a CPU
+# `local` widens to these if torch has no scaled matmul. Blocks with their scales are exact in bfloat16, which a CPU
 # does not multiply any faster.
 WIDENED, WIDENED_BLOCKS = "float32", "bfloat16"
 

@@ -9,7 +9,7 @@ virtual ranks in one process. Code above this package does not know which one it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,18 @@ from torch import Tensor
 
 class Unreachable(RuntimeError):
     """The group's ranks cannot address each other's memory; the text gives the reason, the same on every rank."""
+
+
+def differing(asked: Sequence[tuple[int, int]]) -> str:
+    """Return the error of ranks that ask for different arenas, given each rank's bytes and epoch.
+
+    Ranks that make different calls may meet here: one that grows its arena, say, and one that starts over.
+    """
+    each_rank = ", ".join(f"{size} from epoch {epoch} on rank {rank}" for rank, (size, epoch) in enumerate(asked))
+    return (
+        f"the ranks do not agree on the bytes of an arena: {each_rank}: they make different calls, "
+        "or not all of them have called fusedtp.destroy"
+    )
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import Arena, Exchange, Unreachable
+from . import Arena, Exchange, Unreachable, differing
 
 # Reasons why ranks cannot map each other's memory, with remedies; the same text on every rank.
 # Codes beside the system's error numbers, which are positive.
@@ -61,11 +61,7 @@ def cause(rank: int, peer: int, code: int, rows: list[Endpoint]) -> str:
     """Return why rank `rank` could not map rank `peer`'s memory, why `peer` has none, or how the ranks disagree."""
     there, here = rows[peer], rows[rank]
     if code == DIFFERS:
-        each = ", ".join(f"{row.num_bytes} from epoch {row.epoch} on rank {i}" for i, row in enumerate(rows))
-        return (
-            f"the ranks do not agree on the bytes of an arena: {each}: they make different calls, "
-            "or not all of them have called fusedtp.destroy"
-        )
+        return differing([row.asked for row in rows])
     if there.code:
         text = f"rank {peer} cannot make an arena of {there.num_bytes} bytes"
     else:

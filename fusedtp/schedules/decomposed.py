@@ -25,8 +25,7 @@ from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .local import NARROW, activate, activated, into, mm, padded, sum_into, summed, with_norm
-from .packed import PackedGather
+from .local import NARROW, PackedGather, activate, activated, into, mm, padded, sum_into, summed, with_norm
 from .transport import travelling
 from .verbs import Epilogue, Product
 
@@ -284,6 +283,9 @@ class DecomposedScatter:
         num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
         self._key, self._others, self._before = object(), on.others, on.before
+        # Each owner and its part of the sum, this rank last.
+        owners = () if to_all else (*on.others, on.rank)
+        self._owners = [(dst, slice(self._begins[dst], self._begins[dst + 1])) for dst in owners]
 
     def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
         # For each half: the own terms, if they are in one place; and every rank's terms of this rank's part. The
@@ -308,11 +310,6 @@ class DecomposedScatter:
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         return self._ws.view(holder, half, self._offset + src * self._stride, shape, self._dtype)
 
-    def _owners(self) -> Iterator[tuple[int, slice]]:
-        # Each rank and its part of the sum, this rank last.
-        for dst in (*self._others, self._ws.rank):
-            yield dst, slice(self._begins[dst], self._begins[dst + 1])
-
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
@@ -320,7 +317,7 @@ class DecomposedScatter:
             _multiply_into(terms, mine, -1)
             self._show(mine)
             return
-        for dst, part in self._owners():
+        for dst, part in self._owners:
             theirs = [(a[part], b) if self._dim == 0 else (a, b[:, part]) for a, b in terms]
             place = self._view(steps.epoch, dst, ws.rank, self._sizes[dst])
             if ws.in_place or dst == ws.rank:
@@ -339,7 +336,7 @@ class DecomposedScatter:
             self._show(mine)
             return
         with travelling(ws):
-            for dst, part in self._owners():
+            for dst, part in self._owners:
                 # The own rows are added in place.
                 if dst != ws.rank:
                     with trace.span("travel", dst):

@@ -12,18 +12,20 @@ as by torch: NaN in one may reach the result's previous row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import activations, locks, norms, scaled_mm
+from .. import activations, locks, norms, trace
+from ..float8 import BLOCK, E8M0, FNUZ
 from ..norms import Norm
 from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
-from ..torch_private import FakeTensor
+from ..shards import offsets
+from ..torch_private import FakeTensor, scaled_mm
 from .verbs import Epilogue, Product
 
 # The fast paths to a matmul call `padded` only for these.
@@ -204,7 +206,7 @@ def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Ten
         # Imported late: it loads Triton.
         return tree_product([(a, b)], leaves, bias)
     if type(a) is Quantized and type(b) is Quantized:
-        return scaled_mm.mm(a, b, bias)
+        return mm_scaled(a, b, bias)
     if a.dtype in NARROW:
         a, b = padded(a, b)
     return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
@@ -216,7 +218,7 @@ def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, l
     if leaves:
         return tree_product(terms, leaves, bias)
     if others and type(a) is Quantized:
-        return scaled_mm.summed(terms, bias)
+        return summed_scaled(terms, bias)
     out = mm(a, b, bias)
     for each in others:
         out.addmm_(*padded(*each))
@@ -238,3 +240,171 @@ def sum_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor) -> None:
 def summed_rows(x: Tensor, leaves: int) -> Tensor:
     """Return the sum [N] of the rows of x [M, N], in leaves."""
     return mm(x.new_ones(1, x.shape[0]), x, None, leaves)[0]
+
+
+# Library products of float8 operands with scales: torch's scaled matmul if it takes them, else a wider matmul.
+
+
+def term(a: Quantized, b: Quantized) -> Tensor:
+    """Return a [M, K] @ b [K, N] with a's scales in float32: one part of a contraction that `finish` ends."""
+    if a.data.is_cuda and a.blocks is None and _multiplied_by_library(a, b):
+        return of_data(a, b).mul_(a.row_scales()[:, None])
+    wide = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    # With `out`: otherwise torch.autocast would make both bfloat16.
+    torch.mm(a.widened(), b.widened(), out=wide)
+    return wide if a.blocks is not None else wide.mul_(a.row_scales()[:, None])
+
+
+def _times_columns(wide: Tensor, b: Quantized) -> Tensor:
+    # Apply b's scales, unless they are of blocks and applied already.
+    return wide if b.blocks is not None else wide.mul_(b.t().row_scales())
+
+
+def summed_scaled(terms: Sequence[tuple[Quantized, Quantized]], bias: Tensor | None = None) -> Tensor:
+    """Return the sum of several a @ b (+ bias), rounded once."""
+    wides = [_times_columns(term(a, b), b) for a, b in terms]
+    wide = wides[0]
+    for other in wides[1:]:
+        wide.add_(other)
+    return (wide if bias is None else wide.add_(bias)).to(terms[0][0].dtype)
+
+
+def finish(wide: Tensor, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """Return a sum of terms with b's scales (+ bias, [N] or as the result), rounded."""
+    wide = _times_columns(wide, b)
+    return (wide if bias is None else wide.add_(bias)).to(b.dtype)
+
+
+def mm_scaled(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """Return a [M, K] @ b [K, N] (+ bias, [N] or as the result), in the operands' result dtype."""
+    if a.data.is_cuda and a.dtype == torch.bfloat16 and _multiplied_by_library(a, b):
+        return by_library(a, b, bias)
+    if a.data.is_cuda and a.blocks is not None and a.dtype == torch.bfloat16:
+        # Both are exact in bfloat16, and the library adds in float32.
+        return in_bfloat16(a, b, bias)
+    return finish(term(a, b), b, bias)
+
+
+def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    """Compute `mm_scaled` of blocks by a matmul in bfloat16."""
+    left, right = a.widened(torch.bfloat16), b.widened(torch.bfloat16)
+    return torch.mm(left, right) if bias is None else torch.addmm(bias, left, right)
+
+
+def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
+    # cuBLAS and CUTLASS, as torch has them: multiples of 16, and not two e5m2; a scale a row since capability 9.0,
+    # whole blocks with scales on 10.x alone. AMD's libraries are not known here, and no NVIDIA GPU takes fnuz.
+    if torch.version.hip is not None or a.data.dtype in FNUZ:
+        return False
+    (M, K), N = a.shape, b.shape[1]
+    both = a.data.dtype == b.data.dtype == torch.float8_e5m2
+    fits = M > 0 and K > 0 and N > 0 and K % 16 == N % 16 == 0
+    capability = torch.cuda.get_device_capability(a.device)
+    known = capability >= (9, 0) if a.blocks is None else capability[0] == 10 and K % BLOCK == 0
+    return fits and not both and known
+
+
+def _laid_out(a: Quantized, b: Quantized) -> tuple[Tensor, Tensor]:
+    """Return the data as the library reads it, a by rows, b by columns; gradients are copied, a byte an element."""
+    left, right = a.data, b.data.t()
+    left = left if left.stride(1) == 1 and left.stride(0) % 16 == 0 else left.contiguous()
+    right = right if right.stride(1) == 1 and right.stride(0) % 16 == 0 else right.contiguous()
+    return left, right.t()
+
+
+def of_data(a: Quantized, b: Quantized) -> Tensor:
+    """Return the product of the data alone by torch's scaled matmul, in float32."""
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    out: Tensor = scaled_mm(*_laid_out(a, b), one, one, out_dtype=torch.float32)
+    return out
+
+
+def by_library(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tensor:
+    if a.blocks is not None:
+        scales = blocks_for_library(a.scale), blocks_for_library(b.t().scale)
+    else:
+        scales = a.row_scales()[:, None], b.t().row_scales()[None, :]
+    if bias is not None and bias.ndim > 1:
+        return by_library(a, b).add_(bias)
+    out: Tensor = scaled_mm(*_laid_out(a, b), *scales, bias=bias, out_dtype=a.dtype)
+    return out
+
+
+def blocks_for_library(scale: Tensor) -> Tensor:
+    """Return scales [R, B] of blocks in cuBLAS's layout: tiles of 128 rows and 4 columns, by rows of tiles.
+
+    In a tile, the scale of row r and column c is at byte 16 (r % 32) + 4 (r // 32) + c (cuBLAS, "1D block scaling
+    factors layout").
+    """
+    rows, cols = scale.shape
+    down, across = -(-rows // 128), -(-cols // 4)
+    padded = scale.new_zeros(down * 128, across * 4)
+    padded[:rows, :cols] = scale
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(E8M0)
+
+
+class PackedGather:
+    """Base of `verbs.Gather` in float8: rows travel as bytes; a schedule adds how.
+
+    A scale travels behind the same signal and in the same collective as its row, so scales cost no launch and no wait.
+    Along the contraction a row has a scale for each rank's part: products of parts are scaled and added in float32, and
+    rounded once.
+    """
+
+    # sizes, dim: see `verbs.Verbs`. Rank r's part has `rows[r]` rows of `cols[r]` elements.
+    def __init__(self, rank: int, sizes: Sequence[int], other: int, dim: int) -> None:
+        self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
+        self._rows = [size if dim == 0 else other for size in sizes]
+        self._cols = [other if dim == 0 else size for size in sizes]
+        self._num_rows = sum(sizes) if dim == 0 else other
+
+    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
+        # Every rank's part with its rank, the own one first.
+        raise NotImplementedError
+
+    def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
+        outs: list[Tensor] = []
+        # Float32 sums of products whose contraction is split over parts.
+        wides: dict[int, Tensor] = {}
+        for i, each in enumerate(products):
+            # Gathered along the contraction, X lies transposed in the parts: X.T @ other is parts @ other.
+            across = each.kind == "outer" and self._dim == 0
+            shape = (x.shape[1] if across else self._num_rows, each.other.shape[1])
+            if self._dim == 1 or across:
+                wides[i] = x.data.new_zeros(shape, dtype=torch.float32)
+            outs.append(x.new_empty(shape[::-1] if each.transposed else shape))
+        for src, part in self._parts(x):
+            at = slice(self._begins[src], self._begins[src + 1])
+            with trace.span("multiply", src):
+                for i, each in enumerate(products):
+                    # Rows without columns give zeros, plus a bias.
+                    if i not in wides and part.shape[0]:
+                        self._put(each, part, at, outs[i])
+                    elif i in wides and 0 not in part.shape:
+                        left = part if self._dim == 1 else by_columns(part).t()
+                        wides[i].add_(term(left, each.other[at]))
+        for i, wide in wides.items():
+            bias, transposed = products[i].epilogue.bias, products[i].transposed
+            # The bias of a transposed result has an element for each of its columns, the product's rows.
+            made = finish(wide, products[i].other, bias[:, None] if transposed and bias is not None else bias)
+            outs[i].copy_(made.t() if transposed else made)
+        return activated(products[0].epilogue, outs)
+
+    @staticmethod
+    def _put(product: Product, part: Quantized, at: slice, out: Tensor) -> None:
+        bias = product.epilogue.bias
+        if product.transposed:
+            out[:, at] = mm(product.other.t(), part.t(), bias if bias is None else bias[at])
+        else:
+            out[at] = mm(part, product.other, bias)
+
+    def start(self, x: Quantized) -> None:
+        raise NotImplementedError
+
+    def start_beside(self, x: Quantized) -> None:
+        self.start(x)
+
+    def whole(self, x: Matrix, out: Tensor | None = None) -> Tensor:
+        """Raise NotImplementedError: only collectives without a matmul use `whole`, and they take no float8."""
+        raise NotImplementedError

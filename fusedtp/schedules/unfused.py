@@ -19,8 +19,7 @@ from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
-from .local import multiplied, sum_into, with_norm
-from .packed import PackedGather
+from .local import PackedGather, multiplied, sum_into, with_norm
 from .verbs import Epilogue, Product
 
 

@@ -20,9 +20,8 @@ from typing import TypeAlias
 
 from ..errors import NotationError
 from ..shards import check_count, check_number, even_sizes
-from .candidates import Matmul, choose, product
 from .notation import Dim, Spec, Tensor, parse
-from .redistribute import Sizes, Step, moved
+from .routes import Matmul, Sizes, Step, choose, moved, product
 
 
 @dataclass(frozen=True)

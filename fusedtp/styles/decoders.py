@@ -36,16 +36,14 @@ from .. import groups
 from ..calls import arguments, dispatch
 from ..calls.parameters import same_as
 from ..errors import PeerTimeout, RanksDisagree
-from ..op import ANY_ORDER, RANK_ORDER, Order
-from ..options import Options
-from ..recipes import Float8
+from ..op import ANY_ORDER, RANK_ORDER, Options, Order
+from ..scaled import Float8
 from ..workspaces import agreement, timeouts
 from . import lora
 from .embeddings import FusedEmbeddingParallel
-from .grouped import FusedGroup
+from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
-from .packed import Unpack, features, is_conv1d, joined
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
@@ -481,8 +479,9 @@ def _resize(model: Any, *args: Any, **options: Any) -> Any:
 
 # Methods of transformers and peft, and the functions that replace them on a split model.
 _REPLACED: Mapping[str, Callable[..., Any]] = {
-    "save_pretrained": _save, "resize_token_embeddings": _resize, "unload": lora.unload,
-    "merge_and_unload": lora.merge_and_unload, "_enable_peft_forward_hooks": lora.with_adapter_names,
+    "save_pretrained": _save, "resize_token_embeddings": _resize,
+    **{name: partial(lora.unload, name) for name in ("unload", "merge_and_unload")},
+    "_enable_peft_forward_hooks": lora.with_adapter_names,
     "add_weighted_adapter": lora.add_weighted_adapter,
 }  # fmt: skip
 

@@ -7,17 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import arguments, dispatch
-from ..calls.parameters import PLAIN, local
+from ..calls.parameters import PLAIN, as_dtensor, local
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
-from .linears import as_dtensor, check_mesh, lies, met_before, positive
-from .shared import Derived, derived
+from .linears import Derived, check_mesh, derived, distribute, lies, met_before, positive
 
 
 class FusedEmbeddingParallel(ParallelStyle):
@@ -60,9 +59,7 @@ class FusedEmbeddingParallel(ParallelStyle):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise NotImplementedError(f"{name} does not do nn.Embedding's {option}")
-        weight = module.weight
-        value = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-        module.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
+        distribute(module, device_mesh, self.src_data_rank, weight=Shard(0))
         made: Any = module
         made._distribute_module_applied = True
         own: Any = type(module)

@@ -16,11 +16,11 @@ The op returns whole gradients: that of a row bias is summed over all rows, not 
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,12 +32,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
-from ..calls import arguments, autograd, dispatch, problems
-from ..calls.parameters import Lies, Watched, local, watch_all
-from ..op import RANK_ORDER, Order
-from ..options import Options
-from ..recipes import Float8
-from ..scaled import check_dense
+from ..calls import arguments, autograd, dispatch, operators, problems
+from ..calls.parameters import Lies, Watched, as_dtensor, local, watch_all
+from ..op import RANK_ORDER, Options, Order
+from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
 
 
@@ -92,13 +90,6 @@ class _Layouts:
         if made != output:
             out = out.redistribute(placements=[output])
         return out.to_local() if self.use_local_output else out
-
-
-def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: tuple[int, ...]) -> DTensor:
-    """Return y, which lies as `made` of a whole tensor of `shape`, as a DTensor."""
-    # A DTensor's strides are those of the whole tensor. Wrong ones would mislead a view of it.
-    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(y.contiguous(), mesh, [made], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
 def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement:
@@ -344,11 +335,7 @@ class _FusedStyle(ParallelStyle):
         self.check(module, device_mesh)
         if not self.keeps_ties:
             warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
-        for name, placement in (("weight", self._weight), ("bias", self._bias)):
-            parameter = getattr(module, name)
-            if parameter is not None and not _lies(parameter, device_mesh, placement):
-                value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-                setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+        distribute(module, device_mesh, self.src_data_rank, weight=self._weight, bias=self._bias)
         watch_all(module)
         module.__class__ = self._linear
         # torch's own styles refuse such a module.
@@ -399,3 +386,84 @@ class FusedRowwiseParallel(_FusedStyle):
 
     _input, _output, _weight, _bias = Shard(-1), Replicate(), Shard(1), Replicate()
     _linear = FusedRowwiseLinear
+
+
+# Parameters that are whole on every rank. A rank uses them for its own part of the work; gradients are added up over
+# the ranks.
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The mesh and the schedule by which gradients are added up."""
+
+    mesh: DeviceMesh
+    schedule: str = "auto"
+
+    def use(self, parameter: Tensor) -> Tensor:
+        """Return the whole parameter for this rank's own use; backward adds up the ranks' gradients."""
+        whole = local(parameter, parameter.ndim)
+        if not (torch.is_grad_enabled() and parameter.requires_grad):
+            return whole
+        group = self.mesh.get_group().group_name
+        own = operators.as_it_is(whole.reshape(1, -1), group, self.schedule)
+        return own.view(whole.shape)
+
+
+class FusedSharedLinear(FusedColwiseLinear):
+    """A FusedColwiseLinear whose weight and bias are whole on every rank; a rank uses its own rows of them."""
+
+    gradients: Sum
+    own_rows: slice
+    _weight, _bias = Replicate(), Replicate()
+
+    def own(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's rows of weight and bias."""
+        weight, bias = (
+            None if each is None else self.gradients.use(each)[self.own_rows] for each in (self.weight, self.bias)
+        )
+        assert weight is not None
+        return weight, bias
+
+
+def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None, **lie: Placement) -> None:
+    """Make a module's own parameters DTensors: those named in `lie` with these placements, by default all whole."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        placement = lie.get(name) if lie else Replicate()
+        if placement is not None and not _lies(parameter, device_mesh, placement):
+            value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=src_data_rank)
+            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMesh, own_rows: slice) -> None:
+    """Give an nn.Linear with whole parameters the style: this rank uses the rows `own_rows`."""
+    style.check(linear, device_mesh)
+    linear.__class__ = FusedSharedLinear
+    assert isinstance(linear, FusedSharedLinear)
+    setattr(linear, "_distribute_module_applied", True)  # noqa: B010
+    linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
+    linear.gradients = Sum(device_mesh, style.options.schedule)
+    watch_all(linear)
+
+
+class Derived(nn.Module):
+    """A module whose class was derived from its own class when needed; the new class has no importable name."""
+
+    # The arguments of `derived`.
+    made_of: tuple[tuple[type[nn.Module], ...], tuple[tuple[str, Any], ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        _, _, *state = made
+        return (_anew, self.made_of, *state)
+
+
+@cache
+def derived(bases: tuple[type[nn.Module], ...], values: tuple[tuple[str, Any], ...] = ()) -> type[nn.Module]:
+    """Return a class with these bases, one of them a `Derived`, and these class attributes."""
+    kind = next(each for each in bases if not issubclass(each, Derived))
+    return type(f"Fused{kind.__name__}", bases, {**dict(values), "made_of": (bases, values)})
+
+
+def _anew(bases: Any, values: Any) -> nn.Module:
+    cls = derived(bases, values)
+    return cls.__new__(cls)

@@ -25,13 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..calls.parameters import same_as
+from ..calls.parameters import as_dtensor, same_as
 from .embeddings import FusedEmbedding
-from .grouped import FusedGroup, FusedGroupedLinear
-from .linears import FusedColwiseParallel, FusedLinear, FusedRowwiseLinear, FusedRowwiseParallel, as_dtensor
+from .grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
+from .linears import (
+    Derived,
+    FusedColwiseParallel,
+    FusedLinear,
+    FusedRowwiseLinear,
+    FusedRowwiseParallel,
+    FusedSharedLinear,
+    derived,
+    distribute,
+    share,
+)
 from .norms import AsGiven
-from .packed import Unpack, Unpacked, joined
-from .shared import Derived, FusedSharedLinear, derived, replicate, share
 
 
 def model_of(model: nn.Module) -> nn.Module:
@@ -108,11 +116,16 @@ def copies(module: nn.Module | None) -> list[nn.Module]:
     return list(saved.values()) if saved is not None else []
 
 
+def _parts(module: nn.Module) -> list[Any]:
+    # The linears, or the embedding, that a peft module wraps.
+    base: Any = module._modules.get("base_layer")
+    return list(base.parts) if isinstance(base, Unpacked) else [base]
+
+
 def split(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Split the adapters of a peft module whose linear or embedding has been split."""
     layer: Any = module
-    base: Any = module._modules.get("base_layer")
-    parts: list[Any] = list(base.parts) if isinstance(base, Unpacked) else [base]
+    base, parts = module._modules.get("base_layer"), _parts(module)
     if not isinstance(base, FusedEmbedding) and not isinstance(parts[0], FusedLinear):
         return
     layer.__class__ = derived((FusedAdapted, type(module), Derived))
@@ -121,40 +134,6 @@ def split(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None)
         layer.split_adapter(name)
     for part in parts:
         part.has_adapters = True
-
-
-class _Apply:
-    # Applies styles to the parts of an adapter of a linear that has these layouts.
-    def __init__(self, device_mesh: DeviceMesh, src_data_rank: int | None, layouts: Any) -> None:
-        self.mesh, self.src = device_mesh, src_data_rank
-        self.options: dict[str, Any] = {
-            "input_layouts": layouts.input, "output_layouts": layouts.output,
-            "use_local_output": layouts.use_local_output, "schedule": layouts.options.schedule,
-            "producer": layouts.options.producer, "order": layouts.options.order,
-        }  # fmt: skip
-
-    def __call__(self, style: ParallelStyle, module: nn.Module) -> None:
-        style.src_data_rank = self.src
-        style._apply(module, self.mesh)
-
-    def whole(self, module: nn.Module) -> None:
-        self(AsGiven(schedule=self.options["schedule"]), module)
-
-    def columns(self, linear: Any, like: Sequence[Any], packed: bool) -> None:
-        style, shared = FusedColwiseParallel(**self.options), isinstance(like[0], FusedSharedLinear)
-        if packed:
-            self(Unpack([each.out_features for each in like]), linear)
-        if len(like) > 1:
-            pieces = {
-                f"parts.{i}": each.out_features // (each.own_rows.stop - each.own_rows.start)
-                for i, each in enumerate(like) if isinstance(each, FusedSharedLinear)
-            }  # fmt: skip
-            self(FusedGroup(*(f"parts.{i}" for i in range(len(like))), pieces=pieces, **self.options), linear)
-        elif shared:
-            replicate(linear, self.mesh, self.src)
-            share(style, linear, self.mesh, like[0].own_rows)
-        else:
-            self(style, linear.parts[0] if packed else linear)
 
 
 @contextmanager
@@ -167,17 +146,8 @@ def only_asked() -> Iterator[None]:
         FusedLinear.has_adapters = False
 
 
-def unload(tuner: Any, *args: Any, **options: Any) -> Any:
-    """Take all adapters off, as the tuner's own `unload` does."""
-    return _without_adapters(tuner, "unload", args, options)
-
-
-def merge_and_unload(tuner: Any, *args: Any, **options: Any) -> Any:
-    """Merge all adapters and take them off, as the tuner's own `merge_and_unload` does."""
-    return _without_adapters(tuner, "merge_and_unload", args, options)
-
-
-def _without_adapters(tuner: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def unload(name: str, tuner: Any, *args: Any, **options: Any) -> Any:
+    """Take all adapters off by the tuner's own method `name`, unload or merge_and_unload."""
     with only_asked():
         model = getattr(type(tuner), name)(tuner, *args, **options)
     for module in model.modules():
@@ -271,19 +241,44 @@ class FusedAdapted(Derived):
         for linear in (layer.lora_A[name], layer.lora_B[name]):
             # `add_weighted_adapter` gives them weights of other ranks than they were made for.
             linear.out_features, linear.in_features = linear.weight.shape
-        is_packed = isinstance(layer.base_layer, Unpacked)
-        parts: list[Any] = list(layer.base_layer.parts) if is_packed else [layer.base_layer]
-        apply = _Apply(self.device_mesh, self.src_data_rank, parts[0].layouts)
+        parts = _parts(layer)
+        layouts, whole = parts[0].layouts, AsGiven(schedule=parts[0].layouts.options.schedule)
+        options: dict[str, Any] = {
+            "input_layouts": layouts.input, "output_layouts": layouts.output,
+            "use_local_output": layouts.use_local_output, "schedule": layouts.options.schedule,
+            "producer": layouts.options.producer, "order": layouts.options.order,
+        }  # fmt: skip
         rows = isinstance(parts[0], FusedRowwiseLinear)
         if rows:
-            apply(FusedRowwiseParallel(**apply.options), layer.lora_A[name])
-            apply.whole(layer.lora_B[name])
+            self._style(FusedRowwiseParallel(**options), layer.lora_A[name])
+            self._style(whole, layer.lora_B[name])
         else:
-            apply.whole(layer.lora_A[name])
-            apply.columns(layer.lora_B[name], parts, is_packed)
+            self._style(whole, layer.lora_A[name])
+            self._split_columns(layer.lora_B[name], parts, options)
         if type(layer.lora_dropout[name]) is nn.Dropout:
-            apply.whole(layer.lora_dropout[name])
+            self._style(whole, layer.lora_dropout[name])
             layer.lora_dropout[name].num_features = rows * parts[0].in_features
+
+    def _style(self, style: ParallelStyle, module: nn.Module) -> None:
+        style.src_data_rank = self.src_data_rank
+        style._apply(module, self.device_mesh)
+
+    def _split_columns(self, linear: Any, like: Sequence[Any], options: dict[str, Any]) -> None:
+        # Split the last factor like the linear's parts.
+        style, is_packed = FusedColwiseParallel(**options), isinstance(self.base_layer, Unpacked)
+        if is_packed:
+            self._style(Unpack([each.out_features for each in like]), linear)
+        if len(like) > 1:
+            pieces = {
+                f"parts.{i}": each.out_features // (each.own_rows.stop - each.own_rows.start)
+                for i, each in enumerate(like) if isinstance(each, FusedSharedLinear)
+            }  # fmt: skip
+            self._style(FusedGroup(*(f"parts.{i}" for i in range(len(like))), pieces=pieces, **options), linear)
+        elif isinstance(like[0], FusedSharedLinear):
+            distribute(linear, self.device_mesh, self.src_data_rank)
+            share(style, linear, self.device_mesh, like[0].own_rows)
+        else:
+            self._style(style, linear.parts[0] if is_packed else linear)
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str], **kwargs: Any) -> Tensor:
         """As peft's own, whose adapters come in the order of a set, which differs between ranks."""

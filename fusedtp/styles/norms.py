@@ -13,10 +13,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from ..calls import arguments, dispatch
-from ..calls.parameters import local
+from ..calls.parameters import as_dtensor, local
 from ..scaled import check_dense
-from .linears import as_dtensor, check_mesh, met_before, positive
-from .shared import Derived, Sum, derived, replicate
+from .linears import Derived, Sum, check_mesh, derived, distribute, met_before, positive
 
 
 class FusedNormParallel(ParallelStyle):
@@ -56,7 +55,7 @@ class FusedNormParallel(ParallelStyle):
         if reason := met_before(module):
             raise NotImplementedError(f"{name} is for nn.Dropout and for norms, got {reason}")
         names = tuple(name for name, each in module.named_parameters(recurse=False))
-        replicate(module, device_mesh, self.src_data_rank)
+        distribute(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
         made: Any = module
         made.__class__ = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linears import FusedColwiseParallel
+from .linears import FusedColwiseParallel, distribute
 
 TOKENS = Shard(1)
 """Tokens are the second dim of hidden states, [batch, tokens, features]."""
@@ -49,11 +49,11 @@ def _split_after(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], out
     return (_split(output[0], mesh), *output[1:]) if isinstance(output, tuple) else _split(output, mesh)
 
 
-def _whole_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _whole_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _changed(args, kwargs, _whole)
 
 
-def _whole_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _whole_after(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return _whole(output)
 
 
@@ -99,53 +99,48 @@ def _cache_before(
         )
 
 
-class SplitTokens(ParallelStyle):
+class _Hooks(ParallelStyle):
+    # Base of styles that change what a module takes or returns.
+    before: Any = None
+    after: Any = None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.before is not None:
+            module.register_forward_pre_hook(partial(self.before, device_mesh), with_kwargs=True)
+        if self.after is not None:
+            module.register_forward_hook(partial(self.after, device_mesh))
+        return module
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+
+class SplitTokens(_Hooks):
     """Style for the first layer: hidden states become DTensors, Shard(1), and stay so through all layers."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(_split_before, device_mesh), with_kwargs=True)
-        return module
-
-    def __repr__(self) -> str:
-        return "SplitTokens"
+    before = staticmethod(_split_before)
 
 
-class WholeTokens(ParallelStyle):
+class WholeTokens(_Hooks):
     """Style for a module that is not split: it runs on all tokens on every rank, and each rank keeps its own part."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(_whole_before, with_kwargs=True)
-        module.register_forward_hook(partial(_split_after, device_mesh))
-        return module
-
-    def __repr__(self) -> str:
-        return "WholeTokens"
+    before, after = staticmethod(_whole_before), staticmethod(_split_after)
 
 
-class KeptLogits(ParallelStyle):
+class KeptLogits(_Hooks):
     """Style for the model: `logits_to_keep` becomes a DTensor, as it selects tokens of DTensors."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(_kept_before, device_mesh), with_kwargs=True)
-        return module
-
-    def __repr__(self) -> str:
-        return "KeptLogits"
+    before = staticmethod(_kept_before)
 
 
-class WholeOutput(ParallelStyle):
+class WholeOutput(_Hooks):
     """Style for the last norm if tokens are not split after it: it returns a plain tensor, the same on every rank.
 
     Needed by heads that take no DTensors, and by models that reshape the norm's output, which a DTensor with uneven
     parts does not support.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(_whole_after)
-        return module
-
-    def __repr__(self) -> str:
-        return "WholeOutput"
+    after = staticmethod(_whole_after)
 
 
 class SplitFeatures(ParallelStyle):
@@ -160,10 +155,8 @@ class SplitFeatures(ParallelStyle):
         self.dim = dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            value = distribute_tensor(parameter, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
-
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        distribute(module, device_mesh, self.src_data_rank, **dict.fromkeys(names, Shard(0)))
         module.register_forward_pre_hook(partial(_features_before, device_mesh, self.dim))
         module.register_forward_hook(_local_after)
         return module

@@ -122,13 +122,10 @@ GRACE_SECONDS = 1.0
 _MOST_CHARACTERS = 96
 
 
-def _shortened(value: str) -> str:
-    return value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}.."
-
-
 def say(place: Tensor, values: Mapping[str, str]) -> None:
     """Write this rank's meaning to its `place`, uint8 [TEXT_BYTES]."""
-    short = {name: _shortened(value) for name, value in values.items()}
+    most = _MOST_CHARACTERS
+    short = {name: value if len(value) <= most else f"{value[:most]}.." for name, value in values.items()}
     text = json.dumps(short).encode()[: TEXT_BYTES - _LENGTH_BYTES]
     place[_LENGTH_BYTES : _LENGTH_BYTES + len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     # The length is written last: on x86, and on a GPU's stream, stores become visible in order.

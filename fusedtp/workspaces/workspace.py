@@ -7,9 +7,8 @@ different streams, so that ops run on one stream at a time.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -354,17 +353,6 @@ class Workspace(Failing):
             self._progress = _NO_OP
         elif self.failure is None:
             self._abandon(op, error)
-
-    @contextlib.contextmanager
-    def running(self, op: str) -> Iterator[None]:
-        """Run an op between `begin` and `end`, or `interrupted` if it raises."""
-        self.begin(op, self.meanings.now)
-        try:
-            yield
-            self.end()
-        except BaseException as error:
-            self.interrupted(op, error)
-            raise
 
     @property
     def loads_for_capture(self) -> bool:

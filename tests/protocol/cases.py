@@ -18,7 +18,7 @@ from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
-from ..virtual_ranks import finish, local_memories
+from ..virtual_ranks import finish, local_memories, running
 from .events import Advance, Event, Kernel, Raise, Wait
 from .record import Recorder
 
@@ -56,7 +56,7 @@ def _pieces(op: Op) -> Op:
 
 
 def _run(op: str, ws: Workspace, *operands: torch.Tensor | None, **options: Any) -> object:
-    with ws.running(op):
+    with running(ws, op):
         return finish(direct.results(op, ws, *operands, **options))
 
 
@@ -131,7 +131,7 @@ def _host(
         task = direct.task_of(name, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
         with mock.patch.object(decomposed, "FEW_ROWS", 256 if few_rows else 0):
             prepared = Prepared("decomposed", task, ws=ws)
-        with ws.running(name):
+        with running(ws, name):
             ws.require(prepared.half_bytes, prepared.slots)
             return prepared.go(direct.named(name, *operands))
 
