@@ -23,10 +23,10 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
-# Two processes, each with its own pool of ranks. Files are taken in alphabetical order, which starts the longest test,
-# the emulated kernels, early. Timings are not for such a run.
-IN_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-TESTS = (*IN_TWO, "--benchmark-disable", "-m", "not offline and not bench")
+# Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
+# alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
+IN_THREE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline and not bench")
 
 # What constraints.txt pins, and the oldest and the newest Triton that the tests know.
 PINNED = dict(re.findall(r"(?m)^(torch|triton)==(.*)$", Path("constraints.txt").read_text()))
