@@ -66,6 +66,7 @@ def unit(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
+@functools.cache
 def imported(name: str, path: Path) -> set[str]:
     """Absolute names of what a module imports when it runs, anywhere in it, as deep as they name modules of ours."""
     found: set[str] = set()
@@ -88,8 +89,12 @@ def imported(name: str, path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name: str) -> None:
+def test_imports_go_down() -> None:
+    for name in MODULES:
+        goes_down(name)
+
+
+def goes_down(name: str) -> None:
     here = unit(name)
     assert here in FLOOR, f"{name} is on no floor: give it one in this file"
     for other in imported(name, MODULES[name]):
@@ -111,16 +116,20 @@ def test_imports_go_down(name: str) -> None:
             assert here in ("reference", "bench"), f"{name} imports {other}, which is for tests and the benchmark"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) not in ("bench", "torch_private")])
-def test_private_torch_is_called_in_one_module(name: str) -> None:
+def test_private_torch_is_called_in_one_module() -> None:
     """Triton's interpreter is patched in `kernels.interpreter`."""
+    found = {name: private_names(name) for name in MODULES if unit(name) not in ("bench", "torch_private")}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def private_names(name: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
     used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     used |= {f"{node.module}.{each.name}" for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
     # Both are public, and have types there alone.
     used -= {"torch._C._distributed_c10d.PrefixStore", "torch._C._distributed_c10d.Store"}
     private = r"(torch|dist|forward_ad)(\.\w+)*\._[a-zA-Z]\w*|.*\._(local_tensor|get_backend|device_types)"
-    assert [each for each in used if re.fullmatch(private, each)] == []
+    return [each for each in used if re.fullmatch(private, each)]
 
 
 def test_no_import_cycles() -> None:
