@@ -106,7 +106,7 @@ def all_styled(group: ProcessGroup, kind: str, uneven: bool) -> None:
     flags = (False, True)
     every = list(itertools.product(range(6), flags, flags, flags))
     # Of several numbers of ranks each has a third.
-    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[group.size() % 3 :: 3]:
+    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[group.size() // 2 :: 3]:
         into = STYLES[kind][1][layouts][0]
         # A plain sharded input is taken to be as long on every rank, by torch as well.
         if not (uneven and not given_dtensor and isinstance(into, Shard)):
