@@ -79,7 +79,7 @@ def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
             return call(x, w, recipe, **given)
 
         weight = torch.randn(24, K)
-        kind: str = ("inside", "outside")[(i + shift) % 2]
+        kind: str = ("inside", "outside")[(i // 2 + shift) % 2]
         function: Call = {"inside": inside, "outside": outside}[kind]
         torch.compiler.reset()
         ops.clear()
