@@ -23,10 +23,10 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
-# Two processes, each with its own pool of ranks. Files are taken in alphabetical order, which starts the longest test,
-# the emulated kernels, early. Timings are not for such a run.
-IN_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
-TESTS = (*IN_TWO, "--benchmark-disable", "-m", "not offline and not bench")
+# Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
+# alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
+IN_THREE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
+TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline and not bench")
 
 # What constraints.txt pins, and the oldest and the newest Triton that the tests know.
 PINNED = dict(re.findall(r"(?m)^(torch|triton)==(.*)$", Path("constraints.txt").read_text()))
@@ -218,6 +218,8 @@ def soak(session: nox.Session) -> None:
             "test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py", "test_ops.py",
             "test_determinism.py", "test_gradcheck.py", "test_layers.py", "test_bench_gate.py", "test_options.py",
             "test_compile.py", "test_counting.py", "test_ops_local.py", "test_parallel.py", "test_plan_simulated.py",
+            "test_bytes.py", "test_float8_compiled.py", "test_float8_layers.py", "test_lora.py", "test_meaning.py",
+            "test_notation.py",
         )  # fmt: skip
         session.run("pytest", *(f"tests/{file}" for file in files), env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 

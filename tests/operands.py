@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fusedtp.shards import even_sizes
 
-# Rows, columns, contraction, and what else is multiplied; of few rows and of many, which travel in several pieces.
-FEW, MANY = (13, 10, 9, 7), (600, 500, 9, 7)
+# Rows, columns, contraction, and what else is multiplied: of few rows; of several of the interpreter's tiles in each
+# shard and in each direction; of as many rows as no schedule puts together.
+FEW, TILES, MANY = (13, 10, 9, 7), (300, 70, 9, 7), (800, 20, 9, 7)
 
 
 class Given(NamedTuple):

@@ -299,7 +299,9 @@ class Operands:
             return
         used = [i for i in range(len(outs)) if i not in self.case.unused and outs[i].requires_grad]
         if used:
-            torch.autograd.backward([outs[i] for i in used], [self.dys[i] for i in used])
+            # As autograd may hand it down: transposed.
+            dys = [dy.mT.contiguous().mT if len(used) % 2 else dy for dy in self.dys]
+            torch.autograd.backward([outs[i] for i in used], [dys[i] for i in used])
         for key, leaf in leaves.items():
             of_unused = key[1:].isdigit() and int(key[1:]) in self.case.unused and not self.case.activation
             if not used or of_unused or key in self.case.frozen:

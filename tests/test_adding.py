@@ -32,7 +32,7 @@ from fusedtp.workspaces import registry
 
 from . import direct
 from .faults import cases as faults
-from .operands import FEW, MANY, OPERANDS, Whole
+from .operands import FEW, MANY, OPERANDS, TILES, Whole
 from .soak import mixed
 
 ROOT = Path(__file__).parent.parent
@@ -57,8 +57,14 @@ def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int
                 )
 
 
-@pytest.mark.parametrize(("world_size", "shape"), [(1, FEW), (3, FEW), (3, MANY)])
-@pytest.mark.parametrize("schedule", schedules.NAMES)
+@pytest.mark.parametrize(
+    ("schedule", "world_size", "shape"),
+    [
+        (name, *at) for name in schedules.NAMES
+        # For kernels it is tiles that count.
+        for at in ((1, FEW), (3, FEW), (3, TILES if name == "fused" else MANY))
+    ],
+)  # fmt: skip
 def test_every_op_by_every_schedule(
     pool: RankPool, schedule: str, world_size: int, shape: tuple[int, int, int, int]
 ) -> None:

@@ -47,14 +47,14 @@ def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0
 
 @pytest.mark.parametrize("rounds", [3, 20])
 def test_interval_covers_the_true_ratio(make_row: MakeRow, rounds: int) -> None:
-    rng, inside, trials = np.random.default_rng(rounds), {2: 0, 4: 0}, 800
+    rng, inside, trials = np.random.default_rng(rounds), {2: 0, 4: 0}, 300
     for _ in range(trials):
         a, b, c, d = (timing_of(drawn(make_row, rng, centre, rounds)) for centre in (3.0, 2.0, 5.0, 7.0))
         for terms, true, interval in ((2, 1.5, ratio(a, b)), (4, 15 / 14, ratio(a.over(b), d.over(c)))):
             inside[terms] += interval.low <= true <= interval.high
     for terms, count in inside.items():
         # three standard errors of the share below 95 %; far wider than need be would be no interval either
-        assert 0.927 <= count / trials <= 0.997, f"{terms} terms: {count / trials:.3f}"
+        assert 0.912 <= count / trials <= 0.999, f"{terms} terms: {count / trials:.3f}"
 
 
 def test_confidence_widens_the_interval_and_the_normal_limit_is_met(make_row: MakeRow) -> None:
@@ -92,7 +92,7 @@ def test_rows_without_their_rounds_have_what_their_percentiles_leave_open(make_r
 
 @pytest.mark.parametrize("absolute", [False, True])
 def test_planted_slowdown_is_flagged_and_nothing_else(make_row: MakeRow, absolute: bool) -> None:
-    for seed in range(5):
+    for seed in range(2):
         found = compare(run(make_row, seed), run(make_row, seed + 100, slow=1.3), absolute=absolute)
         verdicts = {change.after.variant: [] for change in found.changes}
         for change in found.changes:
@@ -106,10 +106,10 @@ def test_planted_slowdown_is_flagged_and_nothing_else(make_row: MakeRow, absolut
 def test_equal_runs_are_mostly_not_flagged(make_row: MakeRow) -> None:
     verdicts = [
         change.verdict
-        for seed in range(40)
+        for seed in range(20)
         for change in compare(run(make_row, seed), run(make_row, seed + 1000)).changes
     ]
-    assert len(verdicts) == 600
+    assert len(verdicts) == 300
     flagged = sum(verdict != "" for verdict in verdicts)
     assert 1 <= flagged <= 0.07 * len(verdicts)
 

@@ -15,7 +15,6 @@ from torch import Tensor, library
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -135,7 +134,7 @@ def compiled_for_any_length(group: ProcessGroup) -> int:
 
     torch._dynamo.reset()
     call = torch.compile(layer, fullgraph=True, backend=seen)
-    for length in (6, 4, 10, 8, 12):
+    for length in (6, 4, 10):
         x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
         equal(results(call, layer, x), results(layer, layer, x))
     torch._dynamo.reset()
@@ -187,6 +186,9 @@ def test_operator_is_registered_as_torch_wants_it(pool: RankPool) -> None:
 
 def checkpointed(group: ProcessGroup) -> list[str]:
     """Forward is run again in backward: the same bits, one more gather."""
+    # It loads the compiler, which the processes that run the tests do without.
+    from torch.distributed.tensor.debug import CommDebugMode
+
     layer, x = model(group), inputs(group)
     expected = results(layer, layer, x)
     for reentrant in (False, True):

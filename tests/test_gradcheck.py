@@ -1,4 +1,4 @@
-"""Gradients of every named sharding and every linear: against finite differences, and on `fused` within derived bounds.
+"""Gradients of every named sharding and every linear against finite differences.
 
 A sharded op is made a function of whole tensors: each rank takes its shard, runs the op and joins the results. Both
 ends follow the one backward rule, that a gradient has its tensor's sharding: what is split is joined from the ranks,
@@ -8,7 +8,6 @@ sums over ranks included, with finite differences of the joined result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,14 +111,6 @@ def lopsided(lengths: Mapping[str, int], world_size: int) -> dict[str, Sizes]:
     return splits
 
 
-def all_on_the_last(lengths: Mapping[str, int], world_size: int) -> dict[str, Sizes]:
-    """The other ranks have nothing."""
-    return {name: (*([0] * (world_size - 1)), length) for name, length in lengths.items()}
-
-
-SPLITS = {"lopsided": lopsided, "all on the last": all_on_the_last}
-
-
 def whole_operands(layer: Layer, lengths: Mapping[str, int]) -> list[Tensor]:
     """x, w, bias and dy in float64, the same on every rank; bias is there even where the layer has none."""
     random = torch.Generator().manual_seed(2)
@@ -209,97 +200,3 @@ def finite_differences(group: ProcessGroup, names: Sequence[str], schedules: Seq
 def test_finite_differences(pool: RankPool, kind: str, world_size: int) -> None:
     names = [name for name in LAYERS if (name in NAMED) == (kind == "named shardings")]
     pool.run(finite_differences, names, ["unfused", "decomposed"], world_size=world_size, timeout=400.0)
-
-
-def flattened(tensor: Tensor, dims: str, rows: Sequence[str], cols: Sequence[str]) -> Tensor:
-    names = [name.removesuffix("_X") for name in dims.split()]
-    ordered = tensor.permute([names.index(name) for name in (*rows, *cols)])
-    return ordered.reshape(math.prod(ordered.shape[: len(rows)]), math.prod(ordered.shape[len(rows) :]))
-
-
-def references(
-    layer: Layer, operands: Sequence[Tensor], splits: Mapping[str, Sizes], dtype: torch.dtype, sum_dtype: torch.dtype
-) -> dict[str, tuple[Tensor, Tensor, str]]:
-    """y, dx, dw and db: the whole float64 result, the error allowed, and how ranks split it.
-
-    A sum over ranks cuts the contraction where both operands are split along it; else one operand is gathered.
-    """
-    x, w, bias, dy = operands
-    rows, k, n = roles(layer)
-    # The rows' split dim in front: the ranks' parts of the rows follow each other.
-    rows.sort(key=lambda name: f"{name}_X" not in (layer.x + " " + layer.y).split())
-    x2, w2 = flattened(x, layer.x, rows, [k]), flattened(w, layer.w, [k], [n])
-    dy2 = flattened(dy, layer.y, rows, [n])
-    ones = torch.ones(1, len(x2), dtype=torch.float64)
-    per_row = len(x2) // sum(splits[rows[0]])
-    row_sizes = tuple(size * per_row for size in splits[rows[0]])
-
-    def cut(name: str, *both: str) -> Sizes | None:
-        sizes = row_sizes if name == rows[0] else splits[name]
-        return sizes if all(f"{name}_X" in dims.split() for dims in both) else None
-
-    def whole(
-        a: Tensor, b: Tensor, k_sizes: Sizes | None, bias: Tensor | None, names: list[str], dims: str
-    ) -> tuple[Tensor, Tensor, str]:
-        allowed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias, sum_dtype=sum_dtype)
-        order = [names.index(name.removesuffix("_X")) for name in dims.split()]
-        lengths = [sum(splits[name]) for name in names]
-        ref, allowed = (each.view(lengths).permute(order) for each in (reference.matmul(a, b, bias), allowed))
-        return ref, allowed, dims
-
-    found = {
-        "y": whole(x2, w2, cut(k, layer.x, layer.w), bias if layer.bias else None, [*rows, n], layer.y),
-        "dx": whole(dy2, w2.t(), cut(n, layer.y, layer.w), None, [*rows, k], layer.x),
-        "dw": whole(x2.t(), dy2, cut(rows[0], layer.x, layer.y), None, [k, n], layer.w),
-    }
-    if layer.bias:
-        found["db"] = whole(ones, dy2, cut(rows[0], layer.y), None, [n], layer.bias)
-    return found
-
-
-def _within_bounds(group: ProcessGroup, split: str, schedule: str, dtype: torch.dtype) -> None:
-    """Also with dy as autograd hands it down: transposed, or one number expanded."""
-    layers = list(LAYERS.items())
-    if schedule == "fused" and split == "lopsided" and not LARGE:
-        # Interpreted kernels are slow: two ranks run one half of the layers, three ranks the other.
-        layers = layers[group.size() % 2 :: 2]
-    for i, (name, layer) in enumerate(layers):
-        rank = group.rank()
-        rows, k, n = roles(layer)
-        lengths = dict(zip(rows, (21, 4) if len(rows) == 2 else (67,), strict=True)) | {k: 70, n: 69}
-        splits = SPLITS[split](lengths, group.size())
-        x, w, bias, dy = (each.to(dtype) for each in whole_operands(layer, lengths))
-        kinds = ("transposed", "expanded")
-        for kind in kinds if schedule != "fused" else kinds[i % 2 :][:1]:
-            dy = dy if kind == "transposed" else dy[(0,) * dy.ndim].expand_as(dy)
-            texts = (layer.x, layer.w, layer.bias or n)
-            shards = [shard(each, dims, splits, rank).clone() for each, dims in zip((x, w, bias), texts, strict=True)]
-            x_shard, w_shard, bias_shard = (each.requires_grad_() for each in shards)
-            y = layer.call(x_shard, w_shard, bias_shard if layer.bias else None, splits, group, schedule)
-            part = shard(dy, layer.y, splits, rank)
-            y.backward(part.mT.contiguous().mT if kind == "transposed" else part)
-            found = {"y": y, "dx": x_shard.grad, "dw": w_shard.grad, "db": bias_shard.grad}
-            sum_dtype = dtype if schedule == "unfused" else torch.float32
-            for each, (ref, allowed, dims) in references(layer, (x, w, bias, dy), splits, dtype, sum_dtype).items():
-                out, of = found[each], f"{each} of {name}, dy {kind}"
-                assert out is not None, of
-                assert out.dtype == dtype, of
-                reference.check(out, shard(ref, dims, splits, rank), shard(allowed, dims, splits, rank), of)
-
-
-def within_bounds(group: ProcessGroup, split: str, schedule: str, dtype: torch.dtype) -> None:
-    """Two ranks as few rows are, at once; three chunk by chunk."""
-    with mock.patch.object(decomposed, "FEW_ROWS", decomposed.FEW_ROWS if group.size() == 2 else 0):
-        _within_bounds(group, split, schedule, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float32, torch.bfloat16], [2, 3]), ids=str)
-@pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])
-def test_gradients_within_bounds(pool: RankPool, world_size: int, schedule: str, dtype: torch.dtype) -> None:
-    pool.run(within_bounds, "lopsided", schedule, dtype, world_size=world_size, timeout=400.0)
-
-
-@pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])
-def test_gradients_where_one_rank_has_all(pool: RankPool, schedule: str) -> None:
-    """Also of a whole bias whose columns are all on one rank: the others must not gather alone."""
-    pool.run(within_bounds, "all on the last", schedule, torch.float32, world_size=2, timeout=300.0)

@@ -66,6 +66,7 @@ def unit(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
+@functools.cache
 def imported(name: str, path: Path) -> set[str]:
     """Absolute names of what a module imports when it runs, anywhere in it, as deep as they name modules of ours."""
     found: set[str] = set()
@@ -88,8 +89,12 @@ def imported(name: str, path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_go_down(name: str) -> None:
+def test_imports_go_down() -> None:
+    for name in MODULES:
+        goes_down(name)
+
+
+def goes_down(name: str) -> None:
     here = unit(name)
     assert here in FLOOR, f"{name} is on no floor: give it one in this file"
     for other in imported(name, MODULES[name]):
@@ -111,16 +116,20 @@ def test_imports_go_down(name: str) -> None:
             assert here in ("reference", "bench"), f"{name} imports {other}, which is for tests and the benchmark"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if unit(name) not in ("bench", "torch_private")])
-def test_private_torch_is_called_in_one_module(name: str) -> None:
+def test_private_torch_is_called_in_one_module() -> None:
     """Triton's interpreter is patched in `kernels.interpreter`."""
+    found = {name: private_names(name) for name in MODULES if unit(name) not in ("bench", "torch_private")}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def private_names(name: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
     used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     used |= {f"{node.module}.{each.name}" for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
     # Both are public, and have types there alone.
     used -= {"torch._C._distributed_c10d.PrefixStore", "torch._C._distributed_c10d.Store"}
     private = r"(torch|dist|forward_ad)(\.\w+)*\._[a-zA-Z]\w*|.*\._(local_tensor|get_backend|device_types)"
-    assert [each for each in used if re.fullmatch(private, each)] == []
+    return [each for each in used if re.fullmatch(private, each)]
 
 
 def test_no_import_cycles() -> None:
@@ -213,16 +222,11 @@ def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_importing_the_package_is_light() -> None:
-    done = run(f"import sys, fusedtp; print([name for name in {HEAVY} if name in sys.modules])", "-P")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_first_call_does_not_load_the_compiler() -> None:
-    """It takes as long as all the rest of torch, in every rank. Layers do load it: making a DTensor does."""
-    code = """
+def test_importing_the_package_and_a_first_call_are_light() -> None:
+    """The compiler takes as long as all the rest of torch, in every rank. Layers do load it: making a DTensor does."""
+    code = f"""
 import sys, torch, torch.distributed as dist, fusedtp
+print([name for name in {HEAVY} if name in sys.modules])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 x = torch.ones(2, 2, requires_grad=True)
 fusedtp.all_gather_linear(fusedtp.all_gather(x), torch.ones(2, 2, requires_grad=True)).sum().backward()
@@ -230,7 +234,7 @@ print("torch._dynamo" in sys.modules)
 """
     done = run(code, "-P")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "False"
+    assert done.stdout.split() == ["[]", "False"]
 
 
 def test_a_folder_refuses_its_short_name() -> None:

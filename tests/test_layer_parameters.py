@@ -189,9 +189,9 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
         # Compiling each takes a second, and one of each kind has another graph.
-        if is_compiled and name not in ("column", "row", "swiglu", "group", "function"):
+        if is_compiled and name not in ("column", "group", "function"):
             continue
-        if is_compiled and isinstance(module, fusedtp.ParallelMLP | nn.Linear | Pair):
+        if is_compiled and isinstance(module, Pair):
             # Moved, as a model is.
             module.double().float()
         call = torch.compile(module, backend="aot_eager") if is_compiled else module

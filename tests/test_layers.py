@@ -21,7 +21,7 @@ from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.shards import chunk_sizes, even_sizes
 
-from .harness import spread
+from .harness import LARGE, spread
 
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
@@ -124,7 +124,9 @@ def linear(
 
 
 def linears(group: ProcessGroup, dtype: torch.dtype, schedules: Sequence[str]) -> None:
-    for schedule, kind, dim, bias, uneven in itertools.product(schedules, KINDS, (0, 1), (True, False), (False, True)):
+    # Of several numbers of ranks each has a third.
+    every = list(itertools.product(schedules, KINDS, (0, 1), (True, False), (False, True)))
+    for schedule, kind, dim, bias, uneven in every if LARGE else every[group.size() % 3 :: 3]:
         linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
 
 
@@ -231,7 +233,8 @@ def mlp(
 
 def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:
     flags = (True, False)
-    for activation, dim, bias, *rest in itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags):
+    every = list(itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags))
+    for activation, dim, bias, *rest in every if LARGE else every[group.size() % 3 :: 3]:
         mlp(group, activation, dim, bias, dtype, *rest)
 
 

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from fusedtp.errors import NotationError
 from fusedtp.sharding.notation import Dim, Spec, Tensor, parse
 
+from .harness import LARGE
+
 
 def test_parts() -> None:
     spec = parse("[B, S_XY, K] @ [K_Z, N] -> [B, S, N]{U_Z}")
@@ -97,6 +99,7 @@ def test_only_strings() -> None:
         parse(3)  # type: ignore[arg-type]
 
 
+BRIEF = settings(max_examples=400 if LARGE else 30, deadline=None)
 AXIS = st.one_of(st.sampled_from("WXYZ"), st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,4}", fullmatch=True))
 NAME = st.from_regex(r"[A-Z][A-Za-z0-9]{0,3}", fullmatch=True)
 
@@ -120,14 +123,14 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec(a, b, draw(tensors([*rows, n], a.axes(k) + b.axes(k))))
 
 
-@settings(deadline=None)
+@BRIEF
 @given(specs())
 def test_round_trip(spec: Spec) -> None:
     assert parse(str(spec)) == spec
     assert parse(str(spec).replace(" ", "")) == spec
 
 
-@settings(deadline=None)
+@BRIEF
 @given(st.text(alphabet="MKN_XYU{}[],@-> ab", max_size=40))
 def test_any_text_parses_or_points_into_itself(text: str) -> None:
     try:
@@ -139,7 +142,7 @@ def test_any_text_parses_or_points_into_itself(text: str) -> None:
         assert parse(str(spec)) == spec
 
 
-@settings(deadline=None)
+@BRIEF
 @given(specs(), st.data())
 def test_mutilated_specs_parse_or_are_refused(spec: Spec, data: st.DataObject) -> None:
     text = str(spec)

@@ -43,8 +43,7 @@ def launched(group: ProcessGroup, M: int, N: int, K: int, algorithm: str, dtype:
     expected = reference.matmul(left, right, bias) + residual.double()
     allowed = reference.bound(left, right, dtype, group.size(), bias=bias, sum_dtype=dtype)
     reference.check(y, expected, allowed + 2 * torch.finfo(dtype).eps * residual.double().abs(), "y")
-    for _ in range(3):
-        assert torch.equal(run(), y)
+    assert torch.equal(run(), y)
     first = [torch.empty_like(y) for _ in range(group.size())]
     torch.distributed.all_gather(first, y, group=group)
     assert all(torch.equal(each, y) for each in first)

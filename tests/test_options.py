@@ -105,7 +105,7 @@ def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk
         fusedtp.destroy(group)
 
 
-@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 2, 3]))
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 3, 2]))
 def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
     pool.run(checked, schedule, list(PINNED.values()), schedule == "decomposed", world_size=world_size)
 
@@ -217,7 +217,8 @@ def elsewhere(group: ProcessGroup, case: Case) -> None:
         assert {each.grad.dtype for each in floats if each.grad is not None} == {FP32}
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+# Compiling takes its time; `rms_norm` has a residual, and `swiglu` several weights.
+@pytest.mark.parametrize("name", ELSEWHERE if LARGE else ("relu", "swiglu", "rms_norm", "layer_norm"))
 def test_elsewhere(pool: RankPool, name: str) -> None:
     pool.run(elsewhere, ELSEWHERE[name], world_size=2)
 

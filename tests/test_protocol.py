@@ -69,11 +69,14 @@ def report(what: str, verdicts: Sequence[Verdict], started: float) -> None:
     )
 
 
+# Kernels take long to record; with two ranks most of them are in `MIXED`.
 FAMILIES = ("fused", "copied", "copy", "in place")
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [*itertools.product(FAMILIES, THREE), *spread(FAMILIES, TWO, large=LARGE)], ids=str
+    ("family", "sizes"),
+    [*itertools.product(FAMILIES, THREE), *spread(FAMILIES if LARGE else FAMILIES[2:], TWO, large=LARGE)],
+    ids=str,
 )
 def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
     ops = {"fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
@@ -136,7 +139,7 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
 def test_nobody_is_two_epochs_ahead() -> None:
     """A wait that took no signal but that of its epoch or the next would miss none: LEAD is not what keeps it alive."""
     started, verdicts = time.perf_counter(), []
-    for name in cases.OPS:
+    for name in cases.OPS if LARGE else MIXED:
         verdicts.append(explore(build(cases.sequence([name] * 3, (3, 1)), modulus=8)))
         assert not verdicts[-1].wrong, f"{name}: {verdicts[-1].wrong}"
     report("a lead of one", verdicts, started)

@@ -24,7 +24,7 @@ from .harness import LARGE
 from .soak.endurance import delay
 from .soak.mixed import Call, Operands, draw
 
-EXAMPLES = 1000 if LARGE else 24
+EXAMPLES = 1000 if LARGE else 16
 # Examples in one call of the pool.
 BATCH = 20
 # Each layout's two groups, as lists of ranks; of a mesh each axis has two, and every rank is in one of them.
