@@ -49,16 +49,20 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
     console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
     columns = (TimeElapsedColumn(), BarColumn(12), "{task.fields[left]} left: {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        first = 0.0
         task, left = (
             bar.add_task(f"start of ranks, {steps[0][0]}", total=total, left=duration(total)),
             iter(enumerate(steps, 1)),
         )
 
         def done() -> None:
+            nonlocal first
             number, (text, _) = next(left)
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
-            # The rest goes as fast as what is over did.
-            rest *= past / max(total - rest, 1e-3)
+            # The rest goes as fast as what is over did, without the first step, as ranks start there.
+            first = first or past
+            if (over := sum(seconds for _, seconds in steps[1:number])) > 0:
+                rest *= (past - first) / over
             next_text = steps[min(number, len(steps) - 1)][0]
             bar.update(task, completed=past, total=past + rest, left=duration(rest), description=next_text)
             if not console.is_terminal:
@@ -68,7 +72,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             yield done
         except KeyboardInterrupt:
             bar.stop()
-            console.print(f"Stopped after {duration(time.monotonic() - begin)}: {kept}")
+            console.print(f"Stopped after {duration(time.monotonic() - begin)}: {kept}", soft_wrap=True)
             raise typer.Exit(130) from None
 
 

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from fusedtp.bench import cases, machine, store, sweep
+from fusedtp.bench import arguments, cases, machine, store, sweep
 from fusedtp.bench.cases import LAYERS, BlockSizes
 from fusedtp.bench.cli import app
 from fusedtp.bench.frames import blocks, frame_of
@@ -180,6 +181,23 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.exit_code == 130, result.output
     assert f"the rows of what had ended are in {path}" in result.output.replace("\n", "")
     assert store.read(path) == measured
+
+
+def test_the_time_left_goes_by_the_steps_that_are_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """But for the first one, in which ranks start."""
+    clock = iter((0.0, 10.0, 12.0, 16.0))
+    monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=clock.__next__))
+    with arguments.progress(Console(width=80), [("a", 1.0), ("b", 1.0), ("c", 2.0)], "nothing") as done:
+        for _ in range(3):
+            done()
+    assert capsys.readouterr().out.splitlines() == [
+        "3 steps, about 4 s; Ctrl-C ends it",
+        "1/3, 10 s, 3 s left: a",
+        "2/3, 12 s, 4 s left: b",
+        "3/3, 16 s, 0 s left: c",
+    ]
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -67,6 +67,24 @@ def test_a_repeated_call_is_told_from_one_that_looks_like_it(pool: RankPool) -> 
     assert pool.run(near_misses, world_size=2) == [[], []]
 
 
+def through_new_memory(group: ProcessGroup) -> None:
+    """A backward pass whose call has run before, in memory that was given back after its forward pass."""
+    x, weight = ones(2, 3).requires_grad_(), ones(4, 3).requires_grad_()
+    # The first pass makes the memory, and with it all calls anew.
+    for destroyed in (False, False, True):
+        x.grad = weight.grad = None
+        y = fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
+        if destroyed:
+            fusedtp.destroy(group)
+        y.sum().backward()
+        assert torch.equal(x.grad, ones(2, 3) * 8)
+        assert torch.equal(weight.grad, ones(4, 3) * 4)
+
+
+def test_a_call_kept_by_a_graph_runs_in_new_memory(pool: RankPool) -> None:
+    pool.run(through_new_memory, world_size=2)
+
+
 class Named:
     """What a group says of itself."""
 
