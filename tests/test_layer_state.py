@@ -346,3 +346,15 @@ def over_four(group: ProcessGroup) -> None:
 
 def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
     pool.run(over_four)
+
+
+def biases(group: ProcessGroup) -> list[float]:
+    torch.manual_seed(group.rank())
+    layer = fusedtp.RowParallelLinear(4, 3, group=group)
+    assert isinstance(layer.bias, DTensor)
+    return layer.bias.to_local().tolist()
+
+
+def test_a_whole_bias_is_the_same_where_seeds_differ(pool: RankPool) -> None:
+    first, second = pool.run(biases, world_size=2)
+    assert first == second
