@@ -153,7 +153,7 @@ def test_hints_are_true(lengths: Lengths) -> None:
             Edit(gather_matmul, "_store_gathered", "ctx.chunks.ROWS_ALIGNED", "ctx.chunks.ALIGNED")),
         ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17), (0,)),
             Edit(gather_matmul, "_store_gathered", "ctx.chunks.ROWS_ALIGNED", "True")),
-        ("_gather_matmul_kernel takes 9", (41, 16, 41, (9, 16, 16), (0,)),
+        ("_gather_matmul_kernel takes 17", (97, 16, 41, (17, 48, 32), (0,)),
             Edit(gather_matmul, "_row", "if ctx.chunks.ROWS_ALIGNED", "if True")),
         ("_reduce_kernel takes 14", (41, 16, 96, (64, 16, 16), (1,)),
             Edit(reduce, "_reduce_kernel", "if ALIGNED", "if True")),
