@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import numpy.typing as npt
@@ -116,9 +116,6 @@ def check_steps(matmul: MatmulPlan) -> None:
     """The steps lead to the wanted sharding, and the matmul is fused with the collective next to it, or with none."""
     *_, (_, _, last) = matmul.walked
     assert last == matmul.c
-    # A partial sum is not all-reduced where a scatter will do.
-    reduced = {step.axis for step in matmul.steps if step.kind == "all_reduce"}
-    assert not reduced & set(matmul.c.used), matmul.steps
     kinds = [step.kind for step in matmul.steps]
     at = kinds.index("matmul")
     fused = [i for i, step in enumerate(matmul.steps) if step.fused]
@@ -201,6 +198,14 @@ def test_every_way_over_one_axis_by_sizes() -> None:
                     check(found, mesh, {"M": 5, "K": 7, "N": 4})
     print(f"{len(seen)} plans of {len(valid)} specs, {num_other} matmuls not the usual way")
     assert num_other > 100
+
+
+def test_a_partial_is_not_all_reduced_where_a_scatter_will_do() -> None:
+    """Without sizes. With them, the all-reduce of few bytes may cost less than one collective more."""
+    for text in islice((text for text in texts(TWO, ("",)) if is_valid(text)), 0, None, 1 if LARGE else 7):
+        for matmul in plan(text).matmuls:
+            reduced = {step.axis for step in matmul.steps if step.kind == "all_reduce"}
+            assert not reduced & set(matmul.c.used), text
 
 
 @st.composite
