@@ -70,7 +70,9 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
         lines += [*dict.fromkeys(filter(None, (table.note for table in shown)))]
         lines += [f"not run: {line}" for each in absent.values() for line in each]
     elif absent:
-        lines.append(f"Not run here: {', '.join(absent)} (--verbose says why).")
+        ran = set(frame["variant"][frame["passed"]])
+        names = (f"{name} in some cases" if name in ran else name for name in absent)
+        lines.append(f"Not run here: {', '.join(names)} (--verbose says why).")
     if not refused.cells.empty:
         console.print(refused.title, style="bold red")
         for row in records(refused.cells):

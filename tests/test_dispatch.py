@@ -130,7 +130,10 @@ def test_a_file_that_cannot_be_used_is_named_once(pool: RankPool, tmp_path: Path
         assert results[1] == ([small, large], [])
         assert small == large
         for op in OPS:
-            assert small[op] == ("decomposed", f"ranks share memory; nothing was measured here for {op} in float32")
+            assert small[op] == (
+                "decomposed",
+                f"ranks share memory, and `fusedtp tune` has no rows for {op} in float32",
+            )
 
 
 FAULTS = ("nobody's home", "400 digits", "slower than time", "a reader that fails")
@@ -233,7 +236,7 @@ def asked(group: ProcessGroup, file: str) -> list[tuple[str, str]]:
 
 def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "table").write_text(planted("unfused", "unfused"))
-    without = ("decomposed", "ranks share memory; nothing was measured here for matmul_all_reduce in float32")
+    without = ("decomposed", "ranks share memory, and `fusedtp tune` has no rows for matmul_all_reduce in float32")
     for taken in pool.run(asked, str(tmp_path / "table"), world_size=2):
         assert taken == [("unfused", "measured"), without, without, ("decomposed", "asked for")]
 
@@ -353,7 +356,7 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
     known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (narrow,), {}), None)
     path = dispatch._decide(float8_task(), 2, known, False, False)
     assert path.schedule == "decomposed"
-    assert "nothing was measured here for all_gather_matmul in float8_e4m3fn" in path.reason
+    assert "has no rows for all_gather_matmul in float8_e4m3fn" in path.reason
     known = dispatch.Knowledge(
         tuning.Table({"cpu": "any"}, (narrow, replace(narrow, dtype="float8_e4m3fn")), {}), None
     )  # fmt: skip

@@ -415,8 +415,8 @@ def _decide(
         # A named algorithm rules `unfused` out.
         return Path(op, allowed[0] if shape is None else "unfused", lacks)
     if on_gpu:
-        return Path(op, "fused", "ranks reach each other's GPU memory; nothing was measured or is known of this GPU")
-    return Path(op, "decomposed", f"ranks share memory; nothing was measured here for {op} in {name}")
+        return Path(op, "fused", "ranks reach each other's GPU memory, and `fusedtp tune` has no rows of this GPU")
+    return Path(op, "decomposed", f"ranks share memory, and `fusedtp tune` has no rows for {op} in {name}")
 
 
 def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:

@@ -121,6 +121,10 @@ class Failing:
             1.25 * self.seconds + 1,
         )
         text = agreement.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
+        if len({each["sizes"] for each in everyone if each and "sizes" in each}) > 1:
+            text += (
+                ". Shards of different lengths need all of them on every rank: `sizes`, or a layer's `sequence_sizes`"
+            )
         text += ". Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
         raise self.failure
