@@ -71,8 +71,8 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
         lines += [f"not run: {line}" for each in absent.values() for line in each]
     elif absent:
         ran = set(frame["variant"][frame["passed"]])
-        names = (f"{name} in some cases" if name in ran else name for name in absent)
-        lines.append(f"Not run here: {', '.join(names)} (--verbose says why).")
+        told = ", ".join(f"{name} in some cases" if name in ran else name for name in absent)
+        lines.append(f"Not run here: {told} (--verbose says why).")
     if not refused.cells.empty:
         console.print(refused.title, style="bold red")
         for row in records(refused.cells):
