@@ -38,7 +38,7 @@ REGISTERS_OF = {
     ("scatter, three weights", "gfx942", "few columns", "pointers"): 1.09,
     ("scatter, three weights", "gfx942", "few rows", "pointers"): 1.22,
     ("gather rows, three weights", "sm_90", "few columns", "rows"): 1.2,
-    ("gather rows, three weights", "sm_90", "few rows", "rows"): 1.17,
+    ("gather rows, three weights", "sm_90", "few rows", "rows"): 1.19,
     ("gather rows, three weights", "sm_100", "few columns", "rows"): 1.1,
     ("gather rows, three weights", "sm_100", "few rows", "rows"): 1.16,
 }
