@@ -1,9 +1,8 @@
-"""What got faster and what slower from one file of rows to another, each with a confidence interval.
+"""Compare two files of rows: list which variants got faster or slower, each with a confidence interval.
 
-Rows are matched by case and variant. Compared is, by default, a variant's time over the time of `unfused` in the same
-round of the same file, so a machine that is slower today slows both, and the ratio survives. `absolute` compares the
-times themselves. A row is called faster or slower only where its interval (`intervals`) leaves out 1, and of rows that
-did not change one in twenty will (at 95 %).
+Rows are matched by case and variant. By default `compare` takes each variant's time over the time of `unfused` in the
+same round. A slower machine slows both, so the ratio stays. `absolute` compares the times themselves. A row is faster or
+slower if its interval (`intervals`) leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def memory_lines() -> Iterator[tuple[str, str]]:
 
 
 def reachable(group: Any) -> tuple[bool, str]:
-    """Whether these ranks reach each other's memory, in the product's own words."""
+    """Return whether these ranks reach each other's memory, and why (not)."""
     from fusedtp.workspaces import registry
 
     from .operands import device_here
@@ -185,10 +185,11 @@ def reachable(group: Any) -> tuple[bool, str]:
 
 @dataclass(frozen=True)
 class Findings:
-    """What decides which schedules run here.
+    """Facts of this machine that decide which schedules run.
 
-    reached, detail: whether two ranks share memory, and why (not). missing: what Triton needs to compile for a GPU.
-    ignored: why a table of measurements is not used.
+    - `reached`, `detail`: whether two ranks share memory, and why (not).
+    - `missing`: what Triton lacks to compile for a GPU.
+    - `ignored`: why a table of measurements is not used.
     """
 
     gpu: str
@@ -202,13 +203,13 @@ class Findings:
 
     @property
     def lacks(self) -> str:
-        """Why `decomposed` and `fused` do not run, "" if they do. On a GPU both start kernels."""
+        """Return why `decomposed` and `fused` do not run, or "". On a GPU both start kernels."""
         # A rank that has raised has its traceback below.
         return self.missing if self.reached else f"ranks do not share memory: {self.detail.splitlines()[0]}"
 
     @property
     def auto(self) -> str:
-        """What `auto` does for several ranks."""
+        """Return what `auto` does for several ranks."""
         from fusedtp.cost.hardware import of_gpu
 
         if self.lacks:
@@ -221,7 +222,7 @@ class Findings:
 
     @property
     def verdict(self) -> str:
-        """What runs here and what `auto` does, in one line."""
+        """Return one line: the hardware, the schedules that run, and what `auto` does."""
         where = f"CPU, {self.cores} cores"
         if self.num_gpus:
             where = f"{self.num_gpus}x {self.gpu}, symmetric memory {'' if self.reached else 'not '}reachable"
