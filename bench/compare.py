@@ -1,8 +1,8 @@
 """Compare two files of rows: list which variants got faster or slower, each with a confidence interval.
 
 Rows are matched by case and variant. By default `compare` takes each variant's time over the time of `unfused` in the
-same round. A slower machine slows both, so the ratio stays. `absolute` compares the times themselves. A row is faster or
-slower if its interval (`intervals`) leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
+same round. A slower machine slows both, so the ratio stays. `absolute` compares the times themselves. A row is faster
+or slower if its interval (`intervals`) leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
-from fusedtp.kernels.configs import Config
+from fusedtp.kernels.configs import Config, compiled_config
 from fusedtp.kernels.signal import HARDWARE, SIGNALS
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps
@@ -117,6 +118,29 @@ def test_the_model_chooses_on_a_gpu(rank: Workspace) -> None:
             with pytest.raises(RuntimeError, match="cannot be captured: use 'push'"):
                 producer.choose(rank, large, asked_for="copy")
     assert producer.choose(rank, large) == "push"
+
+
+def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
+    """As on an H100, without one, also for a rank without rows, columns or contraction."""
+    rank.hardware = hardware.find("h100")
+    properties = mock.Mock(shared_memory_per_multiprocessor=228 << 10)
+    wide, low = (compiled_config("sm_90", 2, shape) for shape in ("many", "few rows"))
+    with (
+        mock.patch.object(rank, "device", torch.device("cuda")),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        whole = Work("gather", 8192, 3584, 8192, 8192 * 8192, 8, "bfloat16")
+        config, late = producer.dealt(rank, wide, whole, 0, "push")
+        assert config.pushers == 12
+        # Pushing takes 343 us of a matmul of 798 us.
+        assert late == pytest.approx(0.43, abs=0.01)
+        assert producer.dealt(rank, wide, whole, 24, "push")[1] == 0
+        assert producer.dealt(rank, low, whole, 0, "push")[1] == 0
+        for empty in ({"rows": 0}, {"cols": 0}, {"depth": 0}, {"rows": 128, "cols": 0}, {"rows": 128, "depth": 0}):
+            work = replace(whole, **empty)
+            assert producer.dealt(rank, wide, work, 0, "push")[1] == 0
+            assert producer.choose(rank, work) in ("push", "copy")
 
 
 def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:

@@ -216,7 +216,7 @@ class Model:
     def joined(self) -> bool:
         """Return whether a gather's tiles have rows of several ranks: such a tile waits for all of them."""
         work = self.work
-        return work.kind == "gather" and not work.by_depth and 0 < work.rows <= JOINED_ROWS
+        return work.kind == "gather" and not work.by_depth and bool(work.flops) and work.rows <= JOINED_ROWS
 
     def _parts(self, cut: bool) -> int:
         return self.n if cut and not self.work.by_depth and not self.joined else 1

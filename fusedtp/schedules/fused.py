@@ -128,7 +128,8 @@ class FusedGather:
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
         self._joined = bool(products) and dim == 0 and sum(sizes) <= producers.joined_rows(on.ws)
         chunks = 1 if dim or self._joined else on.world_size
-        shape = (sum(sizes) if self._joined else most_rows, result) if result else ()
+        # A rank without columns of C has pieces of as many rows as the others.
+        shape = (sum(sizes) if self._joined else most_rows, result) if result or products else ()
         self._config = config = on.configure(*shape, chunks=chunks)
         self._launch: GatherMatmul | None = None
         self._by = "push"

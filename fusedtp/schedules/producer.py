@@ -111,7 +111,7 @@ def dealt(ws: Workspace, config: Config, work: Work, programs: int, producer: st
     if ws.device.type == "cpu":
         # An example, so that checks meet an uneven deal.
         return config, 0.5
-    if programs or not ws.hardware.knows(work.dtype):
+    if programs or not work.flops or not ws.hardware.knows(work.dtype):
         return config, 0.0
     room = torch.cuda.get_device_properties(ws.device).shared_memory_per_multiprocessor
     fit = room // shared_memory_of(config, ITEMSIZE[work.dtype])
