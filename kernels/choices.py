@@ -53,8 +53,6 @@ def applied(config: Config, choice: Choice | None) -> Config:
     """Return the configuration with a choice applied; other fields follow as in the table."""
     if choice is None or choice == of_config(config):
         return config
-    of_tile = ("block_m", "block_n", "block_k", "num_warps")
-    is_same = all(getattr(choice, name) == getattr(config, name) for name in of_tile)
     chosen = choice._asdict() | {"pushers": choice.pushers or config.pushers, "measured_pushers": choice.pushers}
     return replace(
         config, **chosen,
@@ -62,8 +60,6 @@ def applied(config: Config, choice: Choice | None) -> Config:
         pointer_warps=max(choice.num_warps, config.pointer_warps) if config.descriptors else choice.num_warps,
         # The same as in the table, by the tile's columns.
         moving_warps=16 if choice.block_n > 128 else 8,
-        # A register limit applies to one tile size.
-        registers=config.registers if is_same or not config.registers else {"": 255},
     )  # fmt: skip
 
 

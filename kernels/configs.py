@@ -20,8 +20,8 @@ Sources of the values:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import triton
 
@@ -39,18 +39,12 @@ class Config:
     - `scaled_dot`: the matrix unit multiplies blocks with their scales.
     - `loose_cols`: most columns of a tile if elements are stored one by one, as each needs an address. It does not
       apply if ranks must agree on the columns.
+    - `loose_copy_rows`: most rows that a producer moves at a time if elements are moved one by one.
     - `loose_block_k`: most of the contraction in a block if elements are read one by one, by eight warps or more.
     - `measured_pushers`: programs that push, if measured (`choices`); 0 leaves the number to the cost model.
     - `splits`: parts of the contraction of a matmul + all-reduce of few rows; 0 gives every multiprocessor a part.
-    - `registers`: most registers of a thread, by kind of kernel ("" for all). No entry, or 0: the compiler decides.
-
-    A fused kernel should need no more registers than the plain matmul. A kind that needs a limit for that has an entry,
-    for the target's main way to read operands:
-    - "gather", "scatter": rows are stored 16 elements at a time. "scatter any": other rows.
-    - "gather transposed", and "gather" by pointers: every length and stride is a multiple of 16.
-    - "activated": a gather with an activation.
-    - "moving": kernels that move or add tiles. Without a limit, one takes so few registers on sm_100 that it keeps 8
-      bytes a thread on the stack.
+    - `registers`: most registers of a thread, in a kernel that multiplies; `moving_registers` in one that moves or adds
+      tiles. 255 is all that there are; 0: the compiler decides.
     """
 
     block_m: int = 128
@@ -74,13 +68,15 @@ class Config:
     loose_cols: int = 128
     loose_block_k: int = 32
     scaled_dot: bool = False
-    registers: Mapping[str, int] = field(default_factory=dict, hash=False)
+    loose_copy_rows: int = 16
+    registers: int = 255
+    moving_registers: int = 255
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Of three programs two start late.
 INTERPRETER = Config(
     block_m=64, block_n=64, block_k=64, group_m=2, programs=3, pushers=2, copy_rows=64, copy_cols=128, strip_rows=128,
-    loose_block_k=64,
+    loose_block_k=64, loose_copy_rows=64, registers=0, moving_registers=0,
 )  # fmt: skip
 
 # Most rows of a chunk, and most columns, that count as few.
@@ -92,40 +88,30 @@ SHAPES = ("many", "few columns", "few rows")
 _NARROW = Config(num_stages=4)
 _LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, copy_rows=16)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
-# The most that a thread can have. Without a limit the compiler stops at 168 for few rows on sm_80 and keeps a value in
-# local memory, so that three programs fit on a multiprocessor. A persistent kernel has no use for three.
-_ALL = {"": 255}
+# NVIDIA's compiler is told to use as many registers as a thread can have where it otherwise keeps values in local
+# memory, so that more programs fit on a multiprocessor: a persistent kernel has one there. Told so elsewhere, it keeps
+# values there too.
+_UNTOLD: dict[str, Any] = {"registers": 0}
+_AMD: dict[str, Any] = {"registers": 0, "moving_registers": 0}
 
 # For 16-bit elements.
 TABLE: dict[str, dict[str, Config]] = {
-    "sm_80": {
-        shape: replace(config, registers=_ALL | registers)
-        for shape, config, registers in (
-            ("many", Config(), {"gather": 184}),
-            ("few columns", Config(), {"gather": 184}),
-            ("few rows", _LOW, {"gather": 192}),
-        )
-    },
+    "sm_80": {"many": Config(), "few columns": Config(), "few rows": _LOW},
     "sm_90": {
-        shape: replace(config, descriptors=True, registers=_ALL | {"scatter any": 0} | registers)
-        for shape, config, registers in (
-            ("many", _WIDE, {"gather transposed": 192, "scatter": 200}),
-            ("few columns", _NARROW, {"gather": 132, "gather transposed": 134, "scatter": 136}),
-            ("few rows", _LOW, {"gather": 130, "gather transposed": 131, "scatter": 132}),
-        )
+        shape: replace(config, descriptors=True, **told)
+        for shape, config, told in (("many", _WIDE, _UNTOLD), ("few columns", _NARROW, _UNTOLD), ("few rows", _LOW, {}))
     },
-    # Accumulators are in tensor memory, which four or eight warps can reach. Eight warps limit the narrow tile to 128
-    # registers a thread, too few for a kernel that gathers.
+    # Accumulators are in tensor memory, which four or eight warps can reach.
     "sm_100": {
-        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), registers=registers)
-        for shape, config, registers in (
-            ("many", _WIDE, {"": 200, "gather": 200, "gather transposed": 255, "activated": 255, "scatter": 184}),
-            ("few columns", replace(_NARROW, num_warps=4), {"gather": 230, "scatter": 208, "moving": 128}),
-            ("few rows", _LOW, _ALL | {"gather": 136, "gather transposed": 140}),
+        shape: replace(config, descriptors=True, pointer_warps=min(8, config.pointer_warps), **told)
+        for shape, config, told in (
+            ("many", _WIDE, _UNTOLD),
+            ("few columns", replace(_NARROW, num_warps=4), _UNTOLD),
+            ("few rows", _LOW, {}),
         )
     },
     "gfx942": {
-        shape: replace(config, num_stages=2)
+        shape: replace(config, num_stages=2, **_AMD)
         for shape, config in (
             ("many", Config()),
             ("few columns", Config()),
@@ -133,45 +119,45 @@ TABLE: dict[str, dict[str, Config]] = {
         )
     },
 }
-FLOAT32 = Config(block_m=64, block_n=64, block_k=32, registers=_ALL)
+FLOAT32 = Config(block_m=64, block_n=64, block_k=32, copy_rows=16)
 
 # For 8-bit elements: twice as much of the contraction in as many bytes. Tiles are no wider if a product is in registers
 # beside the sum: always on sm_90; on sm_100 if chunks of the contraction have their own scales, or when the columns'
 # scales are loaded. On sm_100 eight warps give a thread one row of half the tile.
 _BESIDE = replace(_NARROW, descriptors=True)
 _FLOAT8: dict[str, dict[str, Config]] = {
-    target: {shape: replace(config, block_k=128, registers=registers) for shape, config in shapes.items()}
-    for target, shapes, registers in (
-        ("sm_80", TABLE["sm_80"], _ALL),
+    target: {shape: replace(config, block_k=128) for shape, config in shapes.items()}
+    for target, shapes in (
+        ("sm_80", TABLE["sm_80"]),
         *(
-            (target, {"many": _BESIDE, "few columns": _BESIDE, "few rows": replace(_LOW, descriptors=True)}, _ALL)
+            (target, {"many": _BESIDE, "few columns": _BESIDE, "few rows": replace(_LOW, descriptors=True)})
             for target in ("sm_90", "sm_100")
         ),
-        ("gfx942", TABLE["gfx942"], {}),
+        ("gfx942", TABLE["gfx942"]),
     )
 }
 
 # For blocks with their own scales. sm_100 multiplies 128 rows of blocks with their scales. With four warps a thread
 # loads four scales at a time, while others are multiplied. Other targets first widen both operands to 16 bits in
 # registers, which leaves room for a tile of half the rows.
-_SCALED = replace(_NARROW, block_k=128, num_warps=4, pointer_warps=4, descriptors=True, scaled_dot=True, registers=_ALL)
-_WIDENED = Config(block_m=64, block_k=128, registers=_ALL)
+_SCALED = replace(_NARROW, block_k=128, num_warps=4, pointer_warps=4, descriptors=True, scaled_dot=True)
+_WIDENED = Config(block_m=64, block_k=128)
 _BLOCKS: dict[str, dict[str, Config]] = {
     "sm_80": dict.fromkeys(SHAPES, _WIDENED),
     "sm_90": dict.fromkeys(SHAPES, replace(_WIDENED, descriptors=True)),
     "sm_100": dict.fromkeys(SHAPES, _SCALED),
-    "gfx942": dict.fromkeys(SHAPES, replace(_WIDENED, block_k=64, num_stages=2, registers={})),
+    "gfx942": dict.fromkeys(SHAPES, replace(_WIDENED, block_k=64, num_stages=2, **_AMD)),
 }
 
 # For a contraction in leaves. All shapes have one tile and one way to multiply it, so that the reduction order does not
 # depend on the shape. A thread has a sum for each level of the tree, so there is no room for a wider tile.
+_LEAVES = Config(block_m=64, block_n=64)
 _TREE: dict[str, Config] = {
-    target: replace(Config(block_m=64, block_n=64, registers=_ALL), **changes)
-    for target, changes in (
-        ("sm_80", {}), ("sm_90", {"descriptors": True, "num_stages": 4}),
-        ("sm_100", {"descriptors": True, "num_stages": 4}), ("gfx942", {"num_stages": 2, "registers": {}}),
-    )
-}  # fmt: skip
+    "sm_80": _LEAVES,
+    "sm_90": replace(_LEAVES, descriptors=True, num_stages=4),
+    "sm_100": replace(_LEAVES, descriptors=True, num_stages=4),
+    "gfx942": replace(_LEAVES, num_stages=2, **_AMD),
+}
 
 # Triton before 3.7 emits no fence between cp.async's stores to shared memory and the matrix unit's loads, which are in
 # another proxy (PTX ISA, Async proxy). With one stage, data goes through registers and has the fence.
@@ -202,7 +188,7 @@ def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = Fa
     if tree and itemsize == 2:
         return _TREE[target]
     if itemsize > 2:
-        return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, registers={})
+        return FLOAT32 if target != "gfx942" else replace(FLOAT32, num_stages=2, **_AMD)
     return (_FLOAT8 if itemsize == 1 else TABLE)[target][shape]
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
-from .launch import Channel, Config, Memo, fitted, flattened, in_16_bytes, options
+from .launch import Channel, Config, Memo, copy_rows_of, fitted, flattened, options
 from .loading import Started, launch
 from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
 from .operands import (
@@ -345,15 +345,6 @@ def head_turns(num_tiles: int, programs: int, pushers: int, late: float) -> int:
     return min(int(late * -(-num_tiles // programs)), num_tiles // early) if pushers and early > 0 else 0
 
 
-def _limit(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, pitch: int, aligned: bool, described: bool) -> str:
-    # The register limit that is known to suffice for a kernel that gathers rows.
-    whole = aligned and pitch % 16 == 0 and in_16_bytes(b, c) and not any(n % 16 for n in a.stride() if n != 1)
-    # Reading by descriptors needs no further alignment.
-    if (described or whole) and c.stride(1) == 1 and c.shape[1] % 16 == c.stride(0) % 16 == c.data_ptr() % 16 == 0:
-        return "gather"
-    return "gather transposed" if whole and c.stride(0) == 1 else ""
-
-
 class KnownGather(NamedTuple):
     """Launch parameters: how operands are read, the tile, the programs, and the compiler's options."""
 
@@ -367,6 +358,7 @@ class KnownGather(NamedTuple):
     grid: tuple[int]
     counts: tuple[int, int, int, int]
     pushers: int
+    copy_rows: int
 
 
 # Without eq, as calls are found by their launcher's identity.
@@ -425,7 +417,7 @@ class GatherMatmul:
             Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), right_of(bs, known.b_by, config),
             outputs_of(*cs), epilogue, scales, known.tiles, Chunks(table, self.pitch, *chunks), group, channel.rank,
             channel.fingerprint, *known.counts, cs[0].shape[0], known.pushers, not self.on_rows, last,
-            config.copy_rows, config.copy_cols, self.switch and not pushed, **known.options,
+            known.copy_rows, config.copy_cols, self.switch and not pushed, **known.options,
         )  # fmt: skip
 
     def _find_out(
@@ -455,14 +447,13 @@ class GatherMatmul:
         flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
         if epilogue.ACTIVATION.value:
             # Storing an activation takes registers: one loop would keep some of them on the stack.
-            limit, flatten = "activated", False
-        else:
-            limit = _limit(a, bs[0], cs[0], pitch, aligned, config.descriptors) if on_rows and len(bs) == 1 else ""
+            flatten = False
         rows_aligned = aligned if in_chunks else M % 16 == 0
         flags = a_by, in_place, self.piece_rows, aligned, rows_aligned, self.joined
         return KnownGather(
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
-            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by, limit=limit), (config.programs + pushers,),
+            tuple(map(tl.constexpr, flags)), options(config, a_by, b_by), (config.programs + pushers,),
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles, head), pushers,
+            copy_rows_of(config, a, pitch),
         )  # fmt: skip

@@ -123,26 +123,23 @@ def flattened(config: Config, a_by: str, b_by: str) -> bool:
     return config.flatten and "pointers" not in (a_by, b_by)
 
 
-def _limit(config: Config, warps: int, kind: str = "") -> dict[str, int]:
+def _options(warps: int, stages: int, registers: int) -> dict[str, int]:
     # A multiprocessor has 64 Ki registers (CUDA C++ programming guide, technical specifications).
-    most = config.registers.get(kind, config.registers.get(""))
-    return {} if most is None else {"maxnreg": min(most, (64 << 10) // (32 * warps))}
+    limit = {"maxnreg": min(registers, (64 << 10) // (32 * warps))} if registers else {}
+    return {"num_warps": warps, "num_stages": stages, **limit, **FP_FUSION}
 
 
-def options(config: Config, a_by: str, b_by: str, *, limit: str = "") -> dict[str, int]:
-    """Return the compiler's options for a kernel that multiplies, as launch arguments.
+def options(config: Config, a_by: str, b_by: str) -> dict[str, int]:
+    """Return the compiler's options for a kernel that multiplies, as launch arguments; a_by, b_by: how it reads."""
+    if "pointers" not in (a_by, b_by):
+        return _options(config.num_warps, config.num_stages, config.registers)
+    return _options(config.pointer_warps, config.pointer_stages or config.num_stages, config.registers)
 
-    a_by, b_by: how the kernel reads A and B. limit: the kind whose register limit replaces the one for all kernels, ""
-    for none. It applies only to the target's main way to read operands.
-    """
-    by_pointers = "pointers" in (a_by, b_by)
-    mainly = by_pointers != config.descriptors
-    warps = config.pointer_warps if by_pointers else config.num_warps
-    found = _limit(config, warps)
-    if limit and mainly and limit in config.registers:
-        found = {"maxnreg": config.registers[limit]} if config.registers[limit] else {}
-    stages = config.pointer_stages if by_pointers and config.pointer_stages else config.num_stages
-    return {"num_warps": warps, "num_stages": stages, **found, **FP_FUSION}
+
+def copy_rows_of(config: Config, x: torch.Tensor, pitch: int) -> int:
+    """Return how many rows of x a producer has in registers at a time."""
+    aligned = pitch % 16 == 0 and in_16_bytes(x)
+    return config.copy_rows if aligned else min(config.copy_rows, config.loose_copy_rows)
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:
@@ -152,5 +149,4 @@ def strip_of(config: Config, tensors: int = 1) -> int:
 
 def moving_options(config: Config) -> dict[str, int]:
     """Return the compiler's options for a kernel that moves or adds whole tiles."""
-    limit = _limit(config, config.moving_warps, "moving")
-    return {"num_warps": config.moving_warps, "num_stages": config.num_stages, **limit, **FP_FUSION}
+    return _options(config.moving_warps, config.num_stages, config.moving_registers)

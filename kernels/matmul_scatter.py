@@ -178,5 +178,4 @@ class MatmulScatter:
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)
-        limit = "" if self._to_all or len(lefts) > 1 else "scatter any" if self._pitch % 16 else "scatter"
-        return Known(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by, limit=limit))
+        return Known(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by))

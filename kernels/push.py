@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import FP_FUSION, Channel, Config, moving_options, strip_of
+from .launch import FP_FUSION, Channel, Config, copy_rows_of, moving_options, strip_of
 from .loading import Started, launch
 from .multicast import behind_store, store_to_all
 from .prepared import prepares
@@ -224,7 +224,7 @@ def push(
     pieces = -(-rows // piece_rows) * (1 if scatter or switch else channel.world_size)
     return launch(_push_kernel, (max(1, min(config.pushers, pieces)),))(
         rows_of(x, scale), table, channel.group(op), channel.rank, channel.fingerprint, rows, dst_row, first_slot,
-        pitch, scatter, with_own, piece_rows, config.copy_rows, config.copy_cols, switch, **FP_FUSION,
+        pitch, scatter, with_own, piece_rows, copy_rows_of(config, x, pitch), config.copy_cols, switch, **FP_FUSION,
     )  # fmt: skip
 
 

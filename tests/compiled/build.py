@@ -82,22 +82,6 @@ def config_of(case: Case) -> Any:
     return fitted(config, stored=stored, read="pointers" not in (case.a_by, case.b_by))
 
 
-def limit_of(case: Case) -> str:
-    """Which limit of registers holds for a case, as the launchers choose it."""
-    if case.all_flags.get("ACTIVATION"):
-        return "activated"
-    if VARIANTS[case.variant].more or case.is_tree:
-        return ""
-    scatters = case.variant in ("scatter", "scatter, to the switch")
-    if case.aligned == ():
-        return "scatter any" if scatters else ""
-    if case.aligned and not scatters and "pointers" in (case.a_by, case.b_by):
-        return ""
-    if case.variant.startswith("gather rows"):
-        return "gather transposed" if VARIANTS[case.variant].transposed else "gather"
-    return "scatter" if scatters else ""
-
-
 def launch_options(case: Case, config: Any) -> dict[str, int]:
     """What the launcher of a case gives to the compiler."""
     from fusedtp.kernels.launch import FP_FUSION, moving_options, options
@@ -108,7 +92,7 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
         return FP_FUSION
     if not VARIANTS[case.variant].multiplies:
         return moving_options(config)
-    return options(config, case.a_by, case.b_by, limit=limit_of(case))
+    return options(config, case.a_by, case.b_by)
 
 
 def is_flattened(case: Case) -> bool:
@@ -142,9 +126,10 @@ def compile_case(case: Case, package: str = PACKAGE, options: dict[str, int] | N
         "a_desc": (case.a_by, a_shape), "own_desc": (case.a_by, a_shape), "arena_desc": (case.a_by, a_shape),
         "b_desc": (case.b_by, b_block if case.b_by == "rows" else b_block[::-1]),
     }  # fmt: skip
+    copy_rows = config.copy_rows if case.aligned is None else min(config.copy_rows, config.loose_copy_rows)
     known = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "BLOCK_R": config.copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m,
+        "BLOCK_R": copy_rows, "BLOCK_C": config.copy_cols, "PIECE": config.block_m,
         "STRIP": strip_of(config, 2 if variant.module == "ring" else 1),
         "A_BY": case.a_by, "B_BY": case.b_by,
         "FLATTEN": is_flattened(case), "SCALED_DOT": config.scaled_dot,

@@ -16,42 +16,11 @@ from .blocks import loops
 from .build import Built, config_of
 from .cases import TARGETS, VARIANTS
 
-# What a fused kernel may need beyond the plain matmul of the same tile.
-REGISTERS = 1.05
-# Three that have more since ops carry fingerprints. On sm_90 it changes nothing: registers are given out by the eight,
-# and 16 warps can have 128. On sm_100 four warps can have 255.
-REGISTERS_OF = {
-    ("gather rows transposed", "sm_90", "few columns", "rows"): 1.08,
-    ("gather rows transposed", "sm_100", "few columns", "rows"): 1.11,
-    ("scatter", "sm_90", "many", "pointers"): 1.09,
-    # Six of 116 for 110 or 154 for 146: a wait that is given up looks at why the first one was.
-    **{
-        (f"gather rows{how}", "gfx942", "few rows", "pointers"): 1.06
-        for how in ("", ", split", ", pushed before", ", own pushed", ", joined", ", split, joined", " transposed")
-    },
-    ("gather rows", "gfx942", "many", "pointers"): 1.06,
-    # What a tile's weight and result are, chosen among several, is kept across its loop.
-    ("scatter, three weights", "sm_80", "many", "pointers"): 1.2,
-    ("scatter, three weights", "sm_80", "few columns", "pointers"): 1.2,
-    ("scatter, three weights", "sm_80", "few rows", "pointers"): 1.14,
-    ("scatter, three weights", "gfx942", "many", "pointers"): 1.09,
-    ("scatter, three weights", "gfx942", "few columns", "pointers"): 1.09,
-    ("scatter, three weights", "gfx942", "few rows", "pointers"): 1.22,
-    ("gather rows, three weights", "sm_90", "few columns", "rows"): 1.2,
-    ("gather rows, three weights", "sm_90", "few rows", "rows"): 1.19,
-    ("gather rows, three weights", "sm_100", "few columns", "rows"): 1.1,
-    ("gather rows, three weights", "sm_100", "few rows", "rows"): 1.16,
-}
-# Scalars on gfx942, of which there are no more than 106: those that are chosen among several weights, and where scales
-# lie, may be kept in lanes of vector registers.
+# Scalars on gfx942, of which there are no more than 106: some of a kernel that gathers, a producer's masks, those that
+# are chosen among several weights, and where scales lie, may be kept in lanes of vector registers.
+GATHER_LANES = 4
 LANES = 24
 FLOAT8_LANES = 40
-# With another Triton than the one that the table of configurations was made with. One takes nearly all that eight warps
-# can have: fewer would put 3.7.1's on the stack, and shared memory has room for one program on a processor anyway.
-REGISTERS_ELSEWHERE = 1.12
-REGISTERS_ELSEWHERE_OF = {("gather rows transposed", "sm_100", "many", "rows"): 1.41}
-# And where one of several weights is chosen.
-REGISTERS_ELSEWHERE_MORE = 1.25
 # Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned.
 STACK, STACK_OF_NEWER = 64, 80
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
@@ -91,7 +60,9 @@ def resources(built: Built) -> None:
     ends_with = built.case.all_flags.get("ACTIVATION")
     joined = built.case.all_flags.get("JOINED")
     chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8 or joined
-    most = 0 if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
+    chooses = chooses or VARIANTS[built.case.variant].module == "push"
+    gathers = VARIANTS[built.case.variant].module == "gather_matmul"
+    most = GATHER_LANES * gathers if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
     newer = _versions()[0] > _versions()[1]
     strict = (ends_with and not newer) or (as_pinned() and built.case.aligned != ())
@@ -164,6 +135,8 @@ def atomics(built: Built) -> None:
         narrow = [i for each in ordered - system for i in code.matching(re.escape(each))]
         assert all("gpu.acq_rel.add" in code.lines[i] for i in narrow), "a signal for the own device only"
     else:
+        # Triton before 2026-07 puts the fences of a buffer atomic on the wrong sides (triton 11081).
+        assert not code.matching(r"^buffer_atomic"), "a buffer atomic, whose fences may be exchanged"
         acquired, released = code.count(r"^buffer_inv sc0 sc1"), code.count(r"^buffer_wbl2 sc0 sc1")
         narrow = code.matching(r"^buffer_wbl2 sc1")
         assert code.count(r"^buffer_inv sc1") == len(narrow), "a signal for the own device only"
@@ -307,7 +280,7 @@ def widths(built: Built) -> None:
 
 
 def against_plain(built: Built, plain: Built) -> None:
-    """A kernel that gathers or scatters rows multiplies as the plain one does: the same inner loop and registers.
+    """A kernel that gathers or scatters rows multiplies as the plain one does: the same inner loop.
 
     Made one loop, it looks whether there is a next tile before it waits for that, which is all that it may add.
     """
@@ -328,15 +301,6 @@ def against_plain(built: Built, plain: Built) -> None:
         # Terms may be of other lengths.
         added -= Counter(("mov.b32", "s_sub_i32", "v_cmp_gt_i32"))
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
-    if case.all_flags.get("ACTIVATION") or case.is_float8 or case.is_tree:
-        # It takes what a thread can have, where it stores: of float8 a tile, its sum and their scales. A tree's sums
-        # take most of what there is, and leave enough.
-        return
-    allowed, of = (REGISTERS, REGISTERS_OF) if as_pinned() else (REGISTERS_ELSEWHERE, REGISTERS_ELSEWHERE_OF)
-    if VARIANTS[case.variant].more and not as_pinned():
-        allowed = REGISTERS_ELSEWHERE_MORE
-    most = of.get((case.variant, case.target, case.shape, case.a_by), allowed) * plain.registers
-    assert built.registers <= most, f"{built.registers} registers for {plain.registers}"
 
 
 CHECKS: tuple[Callable[[Built], None], ...] = (

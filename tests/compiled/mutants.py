@@ -80,9 +80,9 @@ _DOT = "            acc = dot(a_block, b_block, acc)\n"
 _ROWS = "                ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)\n"
 _STORE = "    store_tile(\n"
 _WAIT = """\
-        packed = wait_for_rows(
-            ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
-        )
+            packed = wait_for_rows(
+                ctx.link, src, tile.row, end_row, FIRST_SLOT, packed, ctx.tiles.BLOCK_M, ctx.chunks.PIECE
+            )
 """
 _WAIT_LATE = indent(dedent(_WAIT.replace("src", "tile.chunk").replace("end_row", "tile.row + 1")), "    ")
 _REPORT = "        tl.atomic_xchg(host + REPORT, src + 1,"
@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "the wait after the multiplication", checks.acquires, _SPLIT,
         (
-            ("gather_matmul", _WAIT, ""),
+            ("gather_matmul", _WAIT, "            pass\n"),
             ("gather_matmul", _STORE, f"{_WAIT_LATE}{_STORE}"),
         ),
     ),
@@ -281,24 +281,6 @@ MUTANTS = (
         "a bound checked in the inner loop", checks.against_plain,
         (_by("gather rows", "sm_90"), _by("scatter", "sm_90")),
         (("contraction", _DOT, f"{_DOT}            acc = tl.where(k < a.k_len - tile.row, acc, acc + 1.0)\n"),),
-    ),
-    Mutant(
-        "what the store needs carried as it is", checks.against_plain, (_by("gather rows", "sm_90"),),
-        (("gather_matmul",
-            "    col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)\n",
-            "    col, left, ok = tile.col, tile.rows - tile.row, packed\n"),),
-    ),
-    Mutant(
-        "the addresses of all arenas at once", checks.against_plain, (_by("scatter to all", "sm_90", "few columns"),),
-        (("matmul_scatter", "in range(1, ctx.link.group", "in tl.static_range(1, ctx.link.group"),),
-    ),
-    Mutant(
-        "constants of a report kept in registers", checks.against_plain, (Case("gather rows", "gfx942"),),
-        (("signal", "(host + REPORT_EXPECTED, epoch", "(host + REPORT_EXPECTED, link.epoch"),
-         ("signal", "epoch - LEAD, sem", "link.epoch - LEAD, sem"),
-         ("signal", "slot * NUM_OPS + link.group.OP, sem", "link.group.OP, sem"),
-         ("push", "= tl.where(wait(link, src, piece + first_slot) != 0, state, state & ~OK)",
-            "&= -wait(link, src, piece + first_slot) | ~OK")),
     ),
     Mutant(
         "a barrier in a loop made one", checks.multiplication, (_by("gather rows, split", "sm_90"),),
