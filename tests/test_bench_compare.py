@@ -10,7 +10,7 @@ from statistics import geometric_mean
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from fusedtp.bench import store
 from fusedtp.bench.cli import app
@@ -90,36 +90,19 @@ def test_rows_without_their_rounds_have_what_their_percentiles_leave_open(make_r
     assert ratio(a.over(b), b.over(a)).low == pytest.approx(1.0 / 1.0)
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_planted_slowdown_is_flagged_and_nothing_else(make_row: MakeRow, absolute: bool) -> None:
+def test_a_slowdown_is_flagged_and_nothing_else(make_row: MakeRow) -> None:
+    """Noise alone is not, nor, in ratios, a machine that is slower as a whole."""
     for seed in range(2):
-        found = compare(run(make_row, seed), run(make_row, seed + 100, slow=1.3), absolute=absolute)
-        verdicts = {change.after.variant: [] for change in found.changes}
-        for change in found.changes:
-            verdicts[change.after.variant].append(change.verdict)
-        assert verdicts["decomposed"] == ["slower"] * 15
-        assert verdicts.get("unfused", []).count("") >= 12 * absolute
-        back = compare(run(make_row, seed + 100, slow=1.3), run(make_row, seed))
-        assert [change.verdict for change in back.changes] == ["faster"] * 15
-
-
-def test_equal_runs_are_mostly_not_flagged(make_row: MakeRow) -> None:
-    verdicts = [
-        change.verdict
-        for seed in range(20)
-        for change in compare(run(make_row, seed), run(make_row, seed + 1000)).changes
-    ]
-    assert len(verdicts) == 300
-    flagged = sum(verdict != "" for verdict in verdicts)
-    assert 1 <= flagged <= 0.07 * len(verdicts)
-
-
-def test_slower_machine_moves_times_and_not_ratios(make_row: MakeRow) -> None:
-    before, after = run(make_row, 1), run(make_row, 2, machine=1.4)
-    found = compare(before, after)
-    assert sum(change.verdict != "" for change in found.changes) <= 2
-    assert geometric_mean(found.drifts) == pytest.approx(1.4, rel=0.05)
-    assert {change.verdict for change in compare(before, after, absolute=True).changes} == {"slower"}
+        before, after = run(make_row, seed), run(make_row, seed + 100, slow=1.3, machine=1.0 + 0.4 * seed)
+        found = compare(before, after)
+        assert [(change.after.variant, change.verdict) for change in found.changes] == [("decomposed", "slower")] * 15
+        assert [change.verdict for change in compare(after, before).changes] == ["faster"] * 15
+        assert geometric_mean(found.drifts) == pytest.approx(1.0 + 0.4 * seed, rel=0.05)
+        unchanged = compare(before, run(make_row, seed + 1000)).changes
+        assert sum(change.verdict != "" for change in unchanged) <= 2
+        verdicts = [(each.after.variant, each.verdict) for each in compare(before, after, absolute=True).changes]
+        assert verdicts.count(("decomposed", "slower")) == 15
+        assert verdicts.count(("unfused", "" if seed == 0 else "slower")) >= 12
 
 
 def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
@@ -137,79 +120,55 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
     assert measured(predicted) is None
     # another direction of the same matmul is another case
     assert compare([base, ours], [replace(row, direction="backward") for row in (base, ours)]).changes == []
+    assert conditions([base], [base]) == []
+    assert conditions([base], [replace(base, threads=2)]) == ["threads: 0 in A, 2 in B"]
 
 
-def test_conditions_that_differ_are_named(make_row: MakeRow) -> None:
-    a = make_row(median_ms=1.0, threads=1, torch="2.13.0")
-    assert conditions([a], [a]) == []
-    assert conditions([a], [replace(a, threads=2)]) == ["threads: 1 in A, 2 in B"]
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *map(str, arguments)])
+def invoke(*arguments: object) -> tuple[int, str]:
+    """The exit code, and what is said without frames and folds."""
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *map(str, arguments)])
+    return done.exit_code, " ".join(done.output.replace("\u2502", " ").split())
 
 
 def test_command(make_row: MakeRow, tmp_path: Path) -> None:
-    a, b, elsewhere, foreign = (tmp_path / name for name in ("a.csv", "b.csv", "elsewhere.csv", "foreign.csv"))
+    a, b, elsewhere, untimed = (tmp_path / f"{name}.csv" for name in ("a", "b", "elsewhere", "untimed"))
     store.write(a, run(make_row, 3))
     slower = run(make_row, 4, slow=1.3)
     store.write(b, [*slower, make_row(median_ms=1.0, M=3)])
     store.write(elsewhere, [replace(row, machine="cpu-other-8c") for row in slower])
-    foreign.write_text("name,price\napple,3\n")
-
-    done = invoke(a, b)
-    assert done.exit_code == 0, done.output
-    text = " ".join(done.output.split())
-    for part in ("slower in B: 15", "15 compared: 15 slower, 0 faster", "only in B: all-gather + matmul 3 x 1024"):
-        assert part in text
-    assert "30 compared" in " ".join(invoke(a, b, "--absolute").output.split())
-    assert "no significant difference in B" in invoke(a, a, "--all").output
-
-    done = invoke(a, elsewhere)
-    assert done.exit_code == 2
-    assert "give --across-machines" in " ".join(done.output.replace("\u2502", " ").split())
-    untimed = tmp_path / "untimed.csv"
     store.write(untimed, [])
-    assert f"there is no time to compare in {untimed}" in " ".join(invoke(a, untimed).output.split())
-    done = invoke(a, elsewhere, "--across-machines")
-    assert done.exit_code == 0
-    assert "Warning" in done.output
-    assert invoke(a, foreign).exit_code == 2
-    store.write(b, [make_row(median_ms=1.0, M=3)])
-    assert invoke(a, b).exit_code == 2
-
-
-def test_files_with_nothing_in_common_list_nothing(make_row: MakeRow, tmp_path: Path) -> None:
-    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
-    store.write(a, run(make_row, 3))
-    other = [
-        replace(row, M=row.M + 1, world_size=4, direction="both", variant="fused") for row in run(make_row, 4)[::2]
-    ]
-    store.write(b, other)
-    done = invoke(a, b)
-    assert done.exit_code == 2
-    assert len(done.output.splitlines()) <= 6, done.output
-    for words in (
-        "30 in A, 15 in B, 0 in both",
-        "only in A: 30 rows; --all lists them",
-        "only in B: 15 rows; --all lists them",
+    for arguments, code, texts in (
+        ((a, b), 0, ("slower in B: 15", "15 compared: 15 slower, 0 faster", "only in B: all-gather + matmul 3 x 1024")),
+        ((a, b, "--absolute"), 0, ("30 compared",)),
+        ((a, a, "--all"), 0, ("no significant difference in B",)),
+        ((a, elsewhere), 2, ("give --across-machines",)),
+        ((a, elsewhere, "--across-machines"), 0, ("Warning",)),
+        ((a, untimed), 2, (f"there is no time to compare in {untimed}",)),
     ):
-        assert words in done.output
-    assert invoke(a, b, "--all").output.count("only in A: all-gather + matmul") == 10
-    store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
-    refused = " ".join(invoke(a, b).output.replace("\u2502", " ").split())
-    assert "Timed rows: 30 in A, 15 in B, 0 in both" in refused
+        found, said = invoke(*arguments)
+        assert found == code, said
+        assert all(text in said for text in texts), said
 
 
-def test_rows_that_cannot_be_compared_are_counted_by_their_reason(make_row: MakeRow, tmp_path: Path) -> None:
+def test_rows_that_are_not_compared_are_counted_by_their_reason(make_row: MakeRow, tmp_path: Path) -> None:
     a, b, both = tmp_path / "a.csv", tmp_path / "b.csv", run(make_row, 3)
     store.write(a, both)
+    other = [replace(row, M=row.M + 1, world_size=4, direction="both", variant="fused") for row in both[::2]]
+    store.write(b, other)
+    code, said = invoke(a, b)
+    assert code == 2
+    for text in ("30 in A, 15 in B, 0 in both", "only in A: 30 rows; --all lists", "only in B: 15 rows; --all lists"):
+        assert text in said
+    assert "all-gather + matmul" not in said
+    assert invoke(a, b, "--all")[1].count("only in A: all-gather + matmul") == 10
+    store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
+    assert "Timed rows: 30 in A, 15 in B, 0 in both" in invoke(a, b)[1]
     unfused, alone = ([row for row in both if (row.variant == "unfused") == is_base] for is_base in (True, False))
     nothing = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "total_ms"), None)
     store.write(b, [*unfused, *(replace(row, rounds=0, rounds_ms=(), gate="wrong", **nothing) for row in alone)])
-    lines = invoke(a, b).output.splitlines()
-    assert "timed in A, not in B (wrong): 15 rows; --all lists them" in lines
-    assert "Timed rows: 30 in A, 15 in B, 15 in both (same case and variant)." in lines
-    store.write(a, alone)
-    store.write(b, alone)
-    assert "no time of unfused in the same case, compared with --absolute only: 15" in invoke(a, b).output
+    said = invoke(a, b)[1]
+    assert "timed in A, not in B (wrong): 15 rows; --all lists them" in said
+    assert "Timed rows: 30 in A, 15 in B, 15 in both (same case and variant)." in said
+    for path in (a, b):
+        store.write(path, alone)
+    assert "no time of unfused in the same case, compared with --absolute only: 15" in invoke(a, b)[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import reference
 from fusedtp.bench import oracle, problem
-from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, FLOAT8, MXFP8, OPS, Case
+from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, Case
 from fusedtp.bench.jobs import Job, missing
 from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
@@ -26,9 +25,11 @@ from fusedtp.bench.timing import Verdict, gate
 from .harness import spread
 
 CPU = torch.device("cpu")
-# even on two ranks, which torch's styles need
-SHAPE = (70, 66, 96)
+# By the number of ranks; even on two, which torch's styles need.
+SHAPES = {1: (33, 34, 35), 2: (70, 66, 96), 3: (70, 66, 97)}
+SHAPE = SHAPES[2]
 VARIANTS = (*BOUNDS, "unfused", "decomposed", "auto", "dtensor")
+SCALED = ("matmul", "unfused", "decomposed")
 
 Plant = Callable[[Tensor, int], Tensor]
 Verdicts = dict[tuple[str, str, str], Verdict]
@@ -65,6 +66,15 @@ def refused(out: Tensor, rank: int) -> Tensor:
     raise ValueError("planted refusal")
 
 
+def another_rows_scale(out: Tensor, rank: int) -> Tensor:
+    # Scales of random rows are a few percent apart.
+    return torch.cat([out[:-1], out[-1:] * 1.03])
+
+
+def another_blocks_scale(out: Tensor, rank: int) -> Tensor:
+    return torch.cat([out[:-1], out[-1:] * 2])
+
+
 class Planted(Problem):
     """A problem whose variants all give a result of which `plant` has changed the part at `place`."""
 
@@ -85,17 +95,15 @@ class Planted(Problem):
 
 
 def verdicts_of(
-    group: ProcessGroup,
-    kind: type[Problem],
-    shape: tuple[int, int, int],
-    dtype: str,
-    variants: tuple[str, ...],
-    directions: tuple[str, ...] = DIRECTIONS,
-) -> Verdicts:
+    group: ProcessGroup, dtype: str, variants: tuple[str, ...], directions: tuple[str, ...], plant: Plant | None = None,
+    place: int = 0,
+) -> Verdicts:  # fmt: skip
+    """The gate's verdicts on every op; on results that `plant` has changed, if there is one."""
+    kind = type("Wrong", (Planted,), {"plant": staticmethod(plant), "place": place}) if plant else Problem
     found = {}
     with torch.no_grad():
         for op in OPS:
-            case = Case(op, *shape, dtype, group.size())
+            case = Case(op, *SHAPES[group.size()], dtype, group.size())
             operands = kind(case, group, CPU)
             for direction in directions:
                 runs = [name for name in variants if not missing(name, case, direction, 0)]
@@ -104,31 +112,30 @@ def verdicts_of(
     return found
 
 
-def planted(
-    group: ProcessGroup, plant: Plant, place: int, variants: tuple[str, ...], directions: tuple[str, ...]
-) -> Verdicts:
-    kind = type("Wrong", (Planted,), {"plant": staticmethod(plant), "place": place})
-    return verdicts_of(group, kind, SHAPE, "float32", variants, directions)
-
-
-def right(
-    group: ProcessGroup, dtype: str, shape: tuple[int, int, int], variants: tuple[str, ...] = VARIANTS
-) -> Verdicts:
-    return verdicts_of(group, Problem, shape, dtype, variants)
-
-
-@pytest.mark.parametrize("place", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("plant", [scaled, tile_missing, last_row_wrong])
-def test_every_variant_is_refused_when_a_result_or_gradient_is_wrong(pool: RankPool, plant: Plant, place: int) -> None:
-    first, second = pool.run(planted, plant, place, VARIANTS, DIRECTIONS, world_size=2)
+@pytest.mark.parametrize(
+    ("plant", "place", "dtype", "variants"),
+    [
+        (tile_missing, 0, "float32", VARIANTS),
+        (last_row_wrong, -1, "float32", VARIANTS),
+        (tile_missing, 0, FLOAT8, SCALED),
+        (another_rows_scale, 0, FLOAT8, SCALED),
+        (another_blocks_scale, 0, MXFP8, SCALED),
+    ],
+)
+def test_every_variant_is_refused_when_a_result_or_gradient_is_wrong(
+    pool: RankPool, plant: Plant, place: int, dtype: str, variants: tuple[str, ...]
+) -> None:
+    directions = DIRECTIONS if dtype == "float32" else ("forward",)
+    first, second = pool.run(verdicts_of, dtype, variants, directions, plant, place, world_size=2)
     # dtensor has no all-reduce, and the gradients of that op send nothing
-    assert len(first) == len(OPS) * len(DIRECTIONS) * len(VARIANTS) - len(DIRECTIONS) - 1
+    absent = len(DIRECTIONS) + 1 if dtype == "float32" else 0
+    assert len(first) == len(OPS) * len(directions) * len(variants) - absent
     for which, verdict in first.items():
         assert "elements are wrong" in verdict.error, (which, verdict)
         assert verdict.error == second[which].error
     if plant is tile_missing:
-        assert "256 of" in first["all_gather_matmul", "backward", "unfused"].error
-    gradient = first["matmul_reduce_scatter", "both", "decomposed"].error
+        assert "256 of" in first["all_gather_matmul", directions[-1], "unfused"].error
+    gradient = first["matmul_reduce_scatter", directions[-1], "decomposed"].error
     assert ("y: " if place == 0 else "dw: ") in gradient
 
 
@@ -141,7 +148,7 @@ def test_every_variant_is_refused_when_a_result_or_gradient_is_wrong(pool: RankP
     ],
 )
 def test_one_rank_is_enough_to_refuse(pool: RankPool, plant: Plant, text: str) -> None:
-    for verdicts in pool.run(planted, plant, 0, ("unfused", "dtensor"), ("forward",), world_size=2):
+    for verdicts in pool.run(verdicts_of, "float32", ("unfused", "dtensor"), ("forward",), plant, world_size=2):
         for verdict in verdicts.values():
             assert text in verdict.error
 
@@ -161,8 +168,9 @@ def job_with_one_planted(group: ProcessGroup, wrong: str, plant: Plant, job: Job
         problem.Problem = kept  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("wrong", ["unfused", "decomposed", "dtensor"])
-@pytest.mark.parametrize("plant", [scaled, tile_missing, last_row_wrong])
+@pytest.mark.parametrize(
+    ("wrong", "plant"), spread(["unfused", "decomposed", "dtensor"], [scaled, tile_missing, last_row_wrong])
+)
 def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant: Plant, wrong: str) -> None:
     variants = (*BOUNDS, "unfused", "decomposed", "dtensor")
     job = Job(Case("all_gather_matmul", *SHAPE, "float32", 2), variants, True, 0.0, 3, ("forward", "backward"))
@@ -178,114 +186,51 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), spread(DTYPES, [2, 3, 1]))
+@pytest.mark.parametrize(
+    ("dtype", "world_size"), [*spread(DTYPES, [2, 3, 1]), (FLOAT8, 2), (FLOAT8, 3), (MXFP8, 1), (MXFP8, 3)]
+)
 def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> None:
-    shape = SHAPE if world_size == 2 else (70, 66, 97)
-    everyone = pool.run(right, dtype, shape, world_size=world_size)
-    dtensor = {op for op, _, variant in everyone[0] if variant == "dtensor"}
-    assert dtensor == ({"all_gather_matmul", "matmul_reduce_scatter"} if world_size == 2 else set())
+    """Also our own kernels with preset flags; float8 with its scales has no backward pass."""
+    is_float8, variants = dtype in EVERY_FLOAT8, (*VARIANTS, "own_matmul")
+    directions = ("forward",) if is_float8 else DIRECTIONS
+    everyone = pool.run(verdicts_of, dtype, variants, directions, world_size=world_size)
+    ran = {variant: {op for op, _, each in everyone[0] if each == variant} for variant in variants}
+    has_dtensor = world_size == 2 and not is_float8
+    assert ran.pop("dtensor") == ({"all_gather_matmul", "matmul_reduce_scatter"} if has_dtensor else set())
+    assert ran.pop("own_matmul") == (set() if is_float8 else set(OPS))
+    assert all(ops == set(OPS) for ops in ran.values())
     for verdicts in everyone:
-        assert verdicts == everyone[0]
+        assert is_float8 or verdicts == everyone[0]
         for which, verdict in verdicts.items():
             assert not verdict.error, (which, verdict)
             assert 0 <= verdict.error_ratio <= 1, (which, verdict)
+            if is_float8:
+                # What is gathered alone is the same bytes.
+                assert (verdict.error_ratio == 0) == (which[0] == OPS[0] and which[2] == "comm"), which
 
 
-def as_a_tree(group: ProcessGroup) -> list[float]:
-    """The variant that is timed on GPUs alone, and what is told of others."""
+def on_gpus_alone(group: ProcessGroup, variant: str) -> list[float]:
+    """The errors, as shares of the bound, of a variant that is timed on GPUs alone, in the ops that it has there."""
     found = []
     for op, direction in itertools.product(OPS, DIRECTIONS):
         case = Case(op, *SHAPE, "bfloat16", group.size())
-        problem = Problem(case, group, CPU)
-        found.append(problem.check("tree", problem.runner("tree", direction)(), direction)[1])
-        for other, gpus, said in (
-            (case, 8, ""), (case, 0, "interpreted on a CPU"), (replace(case, world_size=3), 8, "1, 2, 4 or 8 ranks"),
-            (replace(case, N=67, K=97), 8, "as long"), (replace(case, dtype=FLOAT8), 8, "no float8"),
-        ):  # fmt: skip
-            reason = missing("tree", other, direction, gpus)
-            assert said in reason
-            assert bool(said) == bool(reason)
+        if not missing(variant, case, direction, 8):
+            problem = Problem(case, group, CPU)
+            found.append(problem.check(variant, problem.runner(variant, direction)(), direction)[1])
     return found
 
 
-def test_the_order_of_a_tree_passes(pool: RankPool) -> None:
-    assert all(0 <= share <= 1 for found in pool.run(as_a_tree, world_size=2) for share in found)
-
-
-def through_the_switch(group: ProcessGroup) -> list[float]:
-    """As above, of the op that it is for."""
-    found = []
-    for op, direction in itertools.product(OPS, DIRECTIONS):
-        case = Case(op, *SHAPE, "bfloat16", group.size())
-        problem, is_sum = Problem(case, group, CPU), case.kind == "all_reduce"
-        assert ("all-reduces alone" in missing("switch", case, direction, 8)) != is_sum
-        if is_sum:
-            found.append(problem.check("switch", problem.runner("switch", direction)(), direction)[1])
-            assert not missing("switch", case, direction, 8)
-            assert "interpreted on a CPU" in missing("switch", case, direction, 0)
-            assert "no float8" in missing("switch", replace(case, dtype=FLOAT8), direction, 8)
-    return found
-
-
-def test_sums_in_the_switch_pass(pool: RankPool) -> None:
-    for found in pool.run(through_the_switch, world_size=2):
-        assert found
+@pytest.mark.parametrize(("variant", "num_ops"), [("tree", len(OPS)), ("switch", 1)])
+def test_what_is_timed_on_gpus_alone_passes(pool: RankPool, variant: str, num_ops: int) -> None:
+    for found in pool.run(on_gpus_alone, variant, world_size=2):
+        assert len(found) == num_ops * len(DIRECTIONS)
         assert all(0 <= share <= 1 for share in found)
 
 
-def float8(
-    group: ProcessGroup, shape: tuple[int, int, int], plant: Plant | None = None, variants: tuple[str, ...] = VARIANTS,
-    dtype: str = FLOAT8,
-) -> Verdicts:  # fmt: skip
-    kind = Problem if plant is None else type("Wrong", (Planted,), {"plant": staticmethod(plant), "place": 0})
-    return verdicts_of(group, kind, shape, dtype, variants, ("forward",))
-
-
-@pytest.mark.parametrize("dtype", [FLOAT8, MXFP8])
-@pytest.mark.parametrize(("world_size", "shape"), [(1, (33, 34, 35)), (2, (64, 32, 96)), (3, (70, 66, 97))])
-def test_float8_with_scales_passes(
-    pool: RankPool, world_size: int, shape: tuple[int, int, int], dtype: str
-) -> None:  # fmt: skip
-    everyone = pool.run(float8, shape, None, VARIANTS, dtype, world_size=world_size)
-    assert {variant for _, _, variant in everyone[0]} == {*BOUNDS, "unfused", "decomposed", "auto"}
-    for verdicts in everyone:
-        for which, verdict in verdicts.items():
-            assert not verdict.error, (which, verdict)
-            # What is gathered alone is the same bytes.
-            assert (verdict.error_ratio == 0) == (which[0] == OPS[0] and which[2] == "comm"), which
-
-
-def another_rows_scale(out: Tensor, rank: int) -> Tensor:
-    # Scales of random rows are a few percent apart.
-    return torch.cat([out[:-1], out[-1:] * 1.03])
-
-
-def another_blocks_scale(out: Tensor, rank: int) -> Tensor:
-    return torch.cat([out[:-1], out[-1:] * 2])
-
-
 @pytest.mark.parametrize(
-    ("dtype", "plant"),
-    [*((FLOAT8, plant) for plant in (scaled, tile_missing, another_rows_scale)), (MXFP8, another_blocks_scale)],
+    ("dtype", "k_sizes", "block"),
+    spread([torch.float32, torch.bfloat16], [(40,), (13, 0, 27)], [1 << 23, 100, 1, 1]),
 )
-def test_wrong_float8_is_refused(pool: RankPool, dtype: str, plant: Plant) -> None:
-    for verdicts in pool.run(float8, SHAPE, plant, ("matmul", "unfused", "decomposed"), dtype, world_size=2):
-        assert len(verdicts) == 3 * len(OPS)
-        for which, verdict in verdicts.items():
-            assert "elements are wrong" in verdict.error, (which, verdict)
-
-
-@pytest.mark.parametrize(("world_size", "dtype"), spread([1, 3], ["float32", "bfloat16"]))
-def test_own_kernels_with_preset_flags_pass(pool: RankPool, world_size: int, dtype: str) -> None:
-    everyone = pool.run(right, dtype, (70, 66, 97), ("own_matmul",), world_size=world_size)
-    assert len(everyone[0]) == len(OPS) * len(DIRECTIONS)
-    for which, verdict in everyone[0].items():
-        assert not verdict.error, (which, verdict)
-
-
-@pytest.mark.parametrize("block", [1, 100, 1 << 23])
-@pytest.mark.parametrize("k_sizes", [(40,), (13, 0, 27)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_oracle_in_blocks_is_the_reference_and_allows_little_more(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k_sizes: tuple[int, ...], block: int
 ) -> None:

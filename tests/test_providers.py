@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench import providers, theme
-from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, OPS, OWN, Case
+from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, MXFP8, OPS, OWN, Case
 from fusedtp.bench.operands import Operands, Runner
 from fusedtp.bench.peers import nccl_windows
 from fusedtp.bench.problem import Problem
@@ -129,15 +129,32 @@ def case(op: str = GATHER, M: int = 256, N: int = 256, K: int = 256, dtype: str 
 
 
 REASONS = [
+    ("dtensor", case(), "both", 0, ""),
+    ("dtensor", case(M=255), "forward", 0, "splits uneven lengths"),
+    ("dtensor", case(n=1), "forward", 2, "one rank has nothing to send"),
+    ("dtensor", case(dtype=FLOAT8), "forward", 2, "no float8 operands with scales"),
+    ("async_tp", case(), "backward", 2, ""),
+    ("async_tp", case(), "forward", 0, "its fused ops need CUDA"),
     ("nccl_windows", case(), "forward", 0, "its fused ops need CUDA"),
     ("nccl_windows", case(ALL_REDUCE, dtype="float32"), "forward", 2, ""),
     ("nccl_windows", case(M=255), "forward", 2, "splits uneven lengths"),
-    ("nccl_windows", case(n=1), "forward", 2, "one rank has nothing to send"),
-    ("nccl_windows", case(dtype=FLOAT8), "forward", 2, "no float8 operands with scales"),
     ("torch_symm_mem", case(), "forward", 2, ""),
     ("torch_symm_mem", case(SCATTER), "both", 2, "no gradient"),
     ("torch_symm_mem", case(ALL_REDUCE), "forward", 2, "no matmul + all-reduce"),
-    ("torch_symm_mem", case(N=40, dtype=FLOAT8), "forward", 2, "multiples of 16"),
+    ("torch_symm_mem", case(GATHER, 64, 64, 64, FLOAT8), "forward", 2, ""),
+    ("torch_symm_mem", case(SCATTER, 64, 64, 64, FLOAT8), "forward", 2, ""),
+    ("torch_symm_mem", case(GATHER, 64, 48, 64, FLOAT8), "forward", 2, "multiples of 16"),
+    ("torch_symm_mem", case(SCATTER, 64, 64, 48, FLOAT8), "forward", 2, "multiples of 16"),
+    ("torch_symm_mem", case(dtype=MXFP8), "forward", 2, "takes no mxfp8"),
+    ("tree", case(), "both", 8, ""),
+    ("tree", case(), "forward", 0, "interpreted on a CPU"),
+    ("tree", case(n=3), "forward", 8, "1, 2, 4 or 8 ranks"),
+    ("tree", case(N=67, K=97), "forward", 8, "as long"),
+    ("tree", case(dtype=FLOAT8), "forward", 8, "no float8"),
+    ("switch", case(ALL_REDUCE), "both", 8, ""),
+    ("switch", case(), "forward", 8, "all-reduces alone"),
+    ("switch", case(ALL_REDUCE), "forward", 0, "interpreted on a CPU"),
+    ("switch", case(ALL_REDUCE, dtype=FLOAT8), "forward", 8, "no float8"),
 ]
 
 
@@ -151,21 +168,21 @@ def test_reasons(
     assert bool(found) == bool(said)
 
 
-@pytest.mark.parametrize(("version", "here"), [((2, 26, 5), "2.26.5"), ((), "none")])
-def test_an_older_nccl_is_named(monkeypatch: pytest.MonkeyPatch, version: tuple[int, ...], here: str) -> None:
-    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: version)
-    assert here in providers.named("nccl_windows").reason(case(), "forward", 2)
+def test_a_name_that_is_not_there_and_an_older_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, here in (((2, 26, 5), "2.26.5"), ((), "none")):
+        monkeypatch.setattr(nccl_windows, "nccl_version", lambda version=version: version)
+        assert here in providers.named("nccl_windows").reason(case(), "forward", 2)
+    with pytest.raises(ValueError, match="no provider 'nccl' in this process, only dtensor, torch_symm_mem"):
+        providers.named("nccl")
 
 
 def raises(*args: Any) -> Any:
     raise KeyError("planted")
 
 
-@pytest.mark.parametrize(
-    ("missing", "said"), [(raises, "its `missing` failed: KeyError: 'planted'"), (lambda *args: None, "gave None")]
-)
-def test_a_reason_that_fails_is_a_reason(missing: Any, said: str) -> None:
-    assert said in Provider("mine", raises, missing).reason(case(), "forward", 0)
+def test_a_reason_that_fails_is_a_reason() -> None:
+    for missing, said in ((raises, "its `missing` failed: KeyError: 'planted'"), (lambda *_: None, "gave None")):
+        assert said in Provider("mine", raises, missing).reason(case(), "forward", 0)
 
 
 def test_the_shipped_ones_look_different() -> None:
@@ -186,11 +203,6 @@ import fusedtp, fusedtp.bench.cli, fusedtp.bench.jobs
 """
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert providers.GROUP not in done.stdout
-
-
-def test_a_name_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="no provider 'nccl' in this process, only dtensor, torch_symm_mem"):
-        providers.named("nccl")
 
 
 # What other columns say, and what the page says of all.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -77,11 +78,8 @@ def test_what_slows_all_schedules_is_said_of_the_unfused_one() -> None:
     assert schedules_of(slowdowns) == pytest.approx({"unfused": 1.4, "decomposed": 1}, rel=0.1)
 
 
-def test_faster_is_no_regression() -> None:
+def test_faster_is_no_regression_and_a_slower_matmul_is_told_without_a_limit() -> None:
     assert not excess(judged({"decomposed": 0.5, "unfused": 0.5}, 0))
-
-
-def test_a_slower_matmul_is_told_and_has_no_limit() -> None:
     slowdowns = judge(replace(BASELINE, matmul=3e-2), BASELINE)
     assert slowdowns["matmul"] == pytest.approx(10)
     assert not excess(slowdowns)
@@ -104,44 +102,18 @@ class Launches:
         return path
 
 
-@pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On HERE, without GPUs."""
-    monkeypatch.setattr(regress, "describe", lambda: HERE)
-    monkeypatch.setattr(regress, "num_gpus", lambda: 0)
-
-
-OPTIONS: dict[str, Any] = {"baseline": None, "save_baseline": False, "plant": "", "repeat": 1}
-
-
-@pytest.mark.usefixtures("session")
-@pytest.mark.parametrize(
-    ("ratios", "message"),
-    [
-        (
-            {key: ratio for key, ratio in RATIOS.items() if not key.startswith(IDS[1])},
-            f"it lacks 2, such as {IDS[1]} / m",
-        ),
-        (RATIOS | {"other-fused / matmul": 1.0}, "1 are not measured now, such as other-fused"),
-    ],
-    ids=["lacks", "has"],
-)
-def test_other_cases_cannot_be_compared(
-    ratios: dict[str, float],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    launch = Launches({})
-    monkeypatch.setattr(regress, "run", launch)
-    path = tmp_path / "regress.json"
-    path.write_bytes(saved({"matmul": [3e-3]} | {key: [ratio] for key, ratio in ratios.items()}, HERE))
-    with pytest.raises(typer.Exit) as left:
-        regress.regress(**OPTIONS | {"baseline": path, "out": tmp_path})
-    assert left.value.exit_code == 2
-    assert message in capsys.readouterr().err
-    assert launch.num_calls == 0
+def command(out: Path, **options: Any) -> int:
+    """The exit code of the command on HERE, without GPUs."""
+    given = {"baseline": None, "save_baseline": False, "plant": "", "repeat": 1, "out": out} | options
+    with (
+        mock.patch.object(regress, "describe", return_value=HERE),
+        mock.patch.object(regress, "num_gpus", return_value=0),
+    ):
+        try:
+            regress.regress(**given)
+        except typer.Exit as left:
+            return left.exit_code
+    return 0
 
 
 @pytest.mark.parametrize(
@@ -156,12 +128,9 @@ def test_other_cases_cannot_be_compared(
     ],
 )
 def test_only_an_excess_that_stays_is_a_regression(
-    slower: list[dict[str, float]],
-    num_launches: int,
-    expected: list[str],
-    tmp_path: Path,
+    slower: list[dict[str, float]], num_launches: int, expected: list[str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     launch = Launches(*slower)
     monkeypatch.setattr(regress, "run", launch)
     said: list[str] = []
@@ -208,30 +177,11 @@ def test_every_committed_baseline_is_one_of_its_machine() -> None:
         regress.check_cases(regress.read(path, machine), regress.keys_of(regress.cases(gpus), regress.schedules(gpus)))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"name": "cpu-some-4c", "cores": 4},
-        {"cpu": "Other"},
-        {"gpu": "H100", "num_gpus": 8, "links": "18 NVLinks"},
-        {"links": "PCIe (PHB)"},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_another_machines_baseline_is_refused(tmp_path: Path, other: dict[str, Any]) -> None:
-    path = tmp_path / "regress.json"
-    before = stored(path, replace(HERE, **other))
-    there = re.escape(repr(next(iter(other.values()))))
-    with pytest.raises(NotComparable, match=rf"another machine's: .*{there} there"):
-        regress.read(path, HERE)
-    assert path.read_bytes() == before
-
-
 def test_baseline_of_another_version_of_pytest_benchmark_is_read(tmp_path: Path) -> None:
     path = tmp_path / "regress.json"
     good = stored(path)
     before = regress.read(path, HERE)
-    path.write_bytes(changed(changed(good, **benchmark(good, mode=1.0)), more={}, version="6.0"))
+    path.write_bytes(changed(statistics(good, mode=1.0), more={}, version="6.0"))
     assert regress.read(path, HERE) == before
 
 
@@ -239,42 +189,62 @@ def changed(good: bytes, **values: Any) -> bytes:
     return json.dumps(json.loads(good) | values).encode()
 
 
-def benchmark(good: bytes, **values: Any) -> dict[str, Any]:
-    """The first benchmark with some of its statistics changed."""
+def statistics(good: bytes, **values: Any) -> bytes:
+    """With some statistics of the first benchmark changed."""
     first, *others = json.loads(good)["benchmarks"]
-    return {"benchmarks": [first | {"stats": first["stats"] | values}, *others]}
+    return changed(good, benchmarks=[first | {"stats": first["stats"] | values}, *others])
 
 
-BROKEN = {
-    "empty": lambda good: b"",
-    "cut": lambda good: good[:-40],
-    "binary": lambda good: b"\xff\xfe\x00",
-    "list": lambda good: b"[]",
-    "foreign": lambda good: b'{"name": "apple"}',
-    "zero": lambda good: changed(good, **benchmark(good, median=0)),
-    "text": lambda good: changed(good, **benchmark(good, median="1")),
-    "none": lambda good: changed(good, benchmarks=[]),
-    "twice": lambda good: changed(good, benchmarks=json.loads(good)["benchmarks"] * 2),
-    "machine": lambda good: changed(good, machine_info="mine"),
+def elsewhere(**other: Any) -> tuple[Callable[[bytes], bytes], str]:
+    """A baseline of another machine, and what is said of it."""
+    made = saved(samples([noisy({}, 0)]), replace(HERE, **other))
+    return lambda good: made, rf"another machine's: .*{re.escape(repr(next(iter(other.values()))))} there"
+
+
+def of_cases(ratios: Mapping[str, float]) -> Callable[[bytes], bytes]:
+    return lambda good: saved({"matmul": [3e-3]} | {key: [ratio] for key, ratio in ratios.items()}, HERE)
+
+
+NONE = "is not a baseline"
+LACKS = {key: ratio for key, ratio in RATIOS.items() if not key.startswith(IDS[1])}
+# What a file is made of a good one, and what is said of it.
+BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda good: b"", NONE),
+    "cut": (lambda good: good[:-40], NONE),
+    "binary": (lambda good: b"\xff\xfe\x00", NONE),
+    "list": (lambda good: b"[]", NONE),
+    "foreign": (lambda good: b'{"name": "apple"}', NONE),
+    "zero": (lambda good: statistics(good, median=0), NONE),
+    "text": (lambda good: statistics(good, median="1"), NONE),
+    "none": (lambda good: changed(good, benchmarks=[]), NONE),
+    "twice": (lambda good: changed(good, benchmarks=json.loads(good)["benchmarks"] * 2), NONE),
+    "machine": (lambda good: changed(good, machine_info="mine"), NONE),
+    "other name": elsewhere(name="cpu-some-4c", cores=4),
+    "other cpu": elsewhere(cpu="Other"),
+    "other gpu": elsewhere(gpu="H100", num_gpus=8, links="18 NVLinks"),
+    "other links": elsewhere(links="PCIe (PHB)"),
+}
+OTHER_CASES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "lacks": (of_cases(LACKS), re.escape(f"it lacks 2, such as {IDS[1]} / m")),
+    "has": (of_cases(RATIOS | {"other-fused / matmul": 1.0}), "1 are not measured now, such as other-fused"),
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-@pytest.mark.parametrize("save", [False, True], ids=["compare", "save"])
-def test_malformed_baseline_is_refused_and_untouched(
-    tmp_path: Path, how: str, save: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("how", [*BROKEN, *OTHER_CASES])
+def test_what_is_no_baseline_here_is_refused_and_untouched(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / HERE.name / "regress.json"
-    content = BROKEN[how](stored(path))
+    make, said = {**BROKEN, **OTHER_CASES}[how]
+    content = make(stored(path))
     path.write_bytes(content)
-    monkeypatch.setattr(regress, "describe", lambda: HERE)
     # nothing may be measured before it is refused
     monkeypatch.delattr(regress, "run")
-    with pytest.raises(typer.Exit) as left:
-        regress.regress(**OPTIONS | {"save_baseline": save, "out": tmp_path})
-    assert left.value.exit_code == 2
-    assert "is not a baseline" in capsys.readouterr().err
-    assert path.read_bytes() == content
+    # A baseline of other cases may be measured anew.
+    for save in (False, True) if how in BROKEN else (False,):
+        assert command(tmp_path, save_baseline=save) == 2
+        assert re.search(said, capsys.readouterr().err)
+        assert path.read_bytes() == content
 
 
 def test_launches_that_disagree_are_no_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,43 +259,106 @@ def test_launches_that_disagree_are_no_baseline(tmp_path: Path, monkeypatch: pyt
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("session")
 def test_session_stores_then_passes_then_finds_what_is_planted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(regress, "run", Launches({}))
-    options = OPTIONS | {"out": tmp_path}
-    with pytest.raises(typer.Exit) as left:
-        regress.regress(**options | {"plant": "decomposed=1.3"})
-    assert left.value.exit_code == 2
+    assert command(tmp_path, plant="decomposed=1.3") == 2
     assert not any(tmp_path.iterdir())
-    regress.regress(**options)
+    assert command(tmp_path) == 0
     said = capsys.readouterr().out
     assert f"no baseline for {HERE.name}" in said
     assert re.search(r"decomposed / matmul: \S+ to \S+ in 4 launches", said)
     path = tmp_path / HERE.name / "regress.json"
     before = path.read_bytes()
-    regress.regress(**options | {"repeat": 3})
+    assert command(tmp_path, repeat=3) == 0
     assert "3 of 3 passed" in capsys.readouterr().out
-    with pytest.raises(typer.Exit) as left:
-        regress.regress(**options | {"repeat": 2, "plant": "decomposed=1.3"})
-    assert left.value.exit_code == 1
+    assert command(tmp_path, repeat=2, plant="decomposed=1.3") == 1
     said = capsys.readouterr().out
     assert "slower than the baseline in 2 of 2" in said
     assert re.search(r"1\.\d+ of 1\.12 SLOWER decomposed\n", said)
     assert path.read_bytes() == before
-    regress.regress(**options | {"save_baseline": True})
+    assert command(tmp_path, save_baseline=True) == 0
     assert path.read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    "text", ["decomposed", "decomposed=", "decomposed=fast", "decomposed=1", "fused=1.3", "unfused=inf"]
-)
-def test_what_cannot_be_planted(text: str) -> None:
-    with pytest.raises(ValueError, match="--plant takes SCHEDULE=FACTOR"):
-        regress.planted(text, regress.schedules(0))
+def test_what_can_be_planted() -> None:
+    schedules = regress.schedules(0)
+    assert regress.planted("", schedules) == {}
+    assert regress.planted("unfused=1.5,decomposed=1.3", schedules) == {"unfused": 1.5, "decomposed": 1.3}
+    for text in ("decomposed", "decomposed=", "decomposed=fast", "decomposed=1", "fused=1.3", "unfused=inf"):
+        with pytest.raises(ValueError, match="--plant takes SCHEDULE=FACTOR"):
+            regress.planted(text, schedules)
 
 
-def test_planted_factors() -> None:
-    assert regress.planted("", regress.schedules(0)) == {}
-    assert regress.planted("unfused=1.5,decomposed=1.3", regress.schedules(0)) == {"unfused": 1.5, "decomposed": 1.3}
+# What pytest-benchmark keeps of the timings, read again and compared by it.
+STUB = """
+import json, os, pytest
+NOW = [0.0]
+def clock():
+    return NOW[0]
+SAMPLES = json.loads(os.environ["SAMPLES"])
+@pytest.mark.benchmark(timer=clock)
+@pytest.mark.parametrize("key", SAMPLES)
+def test_ratio(benchmark, key):
+    left = iter(SAMPLES[key])
+    def one_round():
+        NOW[0] += next(left)
+    benchmark.pedantic(one_round, rounds=len(SAMPLES[key]), iterations=1)
+"""
+
+
+def test_what_pytest_benchmark_saves_is_read_and_compared_by_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `run` starts it, with these tests' conftest; the samples are made up."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_bench.py").write_text(STUB)
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "from pathlib import Path\nimport importlib.util\n"
+        f"spec = importlib.util.spec_from_file_location('shared', {str(Path(__file__).parent / 'conftest.py')!r})\n"
+        "shared = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(shared)\n"
+        "globals().update({name: each for name, each in vars(shared).items() if name.startswith('pytest_benchmark')})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    here = regress.describe()
+    for folder, factor in (("before", 1.0), ("after", 1.5)):
+        launches = [noisy({"decomposed": factor}, seed) for seed in range(2)]
+        monkeypatch.setenv("SAMPLES", json.dumps(samples(launches)))
+        against = next((tmp_path / "before").rglob("*.json"), None)
+        found = regress.read(regress.run(tmp_path / folder, 1, "", against), here)
+        expected = {key: median(values) for key, values in samples(launches).items()}
+        assert found.ratios == pytest.approx({key: expected[key] for key in RATIOS})
+        assert found.matmul == pytest.approx(expected["matmul"])
+    assert f"test_ratio[{IDS[1]} / matmul] (NOW)" in capfd.readouterr().out
+
+
+def test_benchmarks_that_fail_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"no tests/test_bench.py: run it in the folder of a checkout"):
+        regress.run(tmp_path, 1, "")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_bench.py").write_text("def test_ratio():\n    assert False, 'a wrong result'\n")
+    with pytest.raises(typer.Exit) as left:
+        regress.run(tmp_path, 1, "")
+    assert left.value.exit_code == 1
+
+
+def test_saved_timings_are_not_compared_across_machines(pytestconfig: pytest.Config) -> None:
+    hook = pytestconfig.hook
+    pytest.importorskip("pytest_benchmark")
+    ours = hook.pytest_benchmark_generate_machine_info(config=pytestconfig)
+    assert {"name", "gpu", "num_gpus", "links", "driver", "torch"} <= set(ours)
+    assert not {"commit", "node"} & set(ours)
+
+    def compare(theirs: dict[str, Any]) -> None:
+        hook.pytest_benchmark_compare_machine_info(
+            config=pytestconfig, benchmarksession=None, machine_info=ours, compared_benchmark={"machine_info": theirs}
+        )
+
+    compare(ours)
+    with pytest.raises(pytest.UsageError, match="saved on another machine: cores"):
+        compare(ours | {"cores": ours["cores"] + 1})
+    with pytest.raises(pytest.UsageError, match="saved on another machine: name"):
+        compare({"node": "somewhere", "cpu": {"brand_raw": "Some"}})
