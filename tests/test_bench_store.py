@@ -58,45 +58,19 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
 TEXTS = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "'=1", "'quoted'", "nan", "NA", "None", "a'b", 'a,"b"', "a\r\nb"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_and_cannot_start_a_formula(path: Path, text: str) -> None:
-    store.write(path, [replace(ROW, gpu=text)])
+def test_text_survives_and_cannot_start_a_formula(path: Path) -> None:
+    rows = [replace(ROW, gpu=text, M=number) for number, text in enumerate(TEXTS, 1)]
+    store.write(path, rows)
     with path.open(newline="") as file:
-        (cells,) = csv.DictReader(file)
-    assert not cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r"))
+        assert not any(cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r")) for cells in csv.DictReader(file))
     # ends of lines are all written alike
-    assert store.read(path) == [replace(ROW, gpu=text.replace("\r\n", "\n").replace("\r", "\n"))]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "is not a CSV file of results"),
-        (b"\xff\xfe\x00", "is not a CSV file of results"),
-        (b"name,price\napple,3\n", r"missing columns op, variant, .*unknown columns name, price"),
-        ((",".join(reversed(COLUMNS)) + "\n").encode(), "columns in another order"),
-    ],
-)
-def test_foreign_file_is_refused_and_untouched(path: Path, content: bytes, message: str) -> None:
-    path.parent.mkdir()
-    path.write_bytes(content)
-    for touch in (store.read, lambda where: store.update(where, [ROW])):
-        with pytest.raises(ValueError, match=message):
-            touch(path)
-        assert path.read_bytes() == content
+    assert store.read(path) == [replace(row, gpu=row.gpu.replace("\r\n", "\n").replace("\r", "\n")) for row in rows]
 
 
 def test_a_byte_order_mark_of_a_spreadsheet_is_no_part_of_the_header(path: Path) -> None:
     store.write(path, [ROW])
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
     assert store.read(path) == [ROW]
-
-
-def test_row_cut_short_is_refused(path: Path) -> None:
-    store.write(path, [ROW, ROW])
-    path.write_text(path.read_text()[:-40])
-    with pytest.raises(ValueError, match="row 2, column"):
-        store.read(path)
 
 
 def test_update_replaces_whole_cases(path: Path) -> None:
@@ -110,11 +84,8 @@ def test_update_replaces_whole_cases(path: Path) -> None:
 
 def test_what_cannot_run_has_not_failed() -> None:
     absent = replace(REFUSED, gate=store.NOT_RUN + "its fused ops need CUDA")
-    assert [(row.passed, row.failed) for row in (ROW, REFUSED, absent)] == [
-        (True, False),
-        (False, True),
-        (False, False),
-    ]
+    found = [(row.passed, row.failed) for row in (ROW, REFUSED, absent)]
+    assert found == [(True, False), (False, True), (False, False)]
 
 
 def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,15 +97,25 @@ def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        store.write(path, [ROW, ROW])
+        store.write(path, [ROW, REFUSED])
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == ["sweep.csv"]
 
 
-def test_file_can_be_read_by_others(path: Path) -> None:
-    old = os.umask(0o022)
+def test_a_file_is_replaced_as_a_whole_with_its_mode(path: Path, tmp_path: Path) -> None:
+    """A new one can be read by others."""
+    link, old = tmp_path / "link.csv", os.umask(0o022)
     try:
         store.write(path, [ROW])
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o644
+    path.chmod(0o604)
+    link.symlink_to(path)
+    before = path.stat().st_ino
+    store.write(link, [REFUSED])
+    assert link.is_symlink()
+    assert store.read(path) == [REFUSED]
+    assert path.stat().st_mode & 0o777 == 0o604
+    assert path.stat().st_ino != before
+    assert os.listdir(path.parent) == ["sweep.csv"]

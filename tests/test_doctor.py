@@ -26,25 +26,19 @@ def program(path: Path) -> None:
     path.chmod(0o755)
 
 
-def test_a_missing_compiler_is_told(no_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen, missing = doctor.compiler()
-    assert (chosen, missing[:13]) == ("", "no C compiler")
+def test_a_compiler_is_found_as_triton_finds_it(no_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.compiler()[1].startswith("no C compiler")
     assert [name for name, _ in doctor.compiler_lines()] == ["missing"]
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(no_compiler)})
+    (no_compiler / "Python.h").touch()
+    for name in ("clang", "gcc"):
+        program(no_compiler / name)
+        assert doctor.compiler() == (str(no_compiler / name), "")
     program(no_compiler / "mycc")
     for named in ("gone", "mycc -m64", ""):
         monkeypatch.setenv("CC", named)
         chosen, missing = doctor.compiler()
         assert (chosen, repr(named) in missing) == ("", True)
-
-
-def test_a_compiler_is_found_as_triton_finds_it(no_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(no_compiler / "clang")
-    (no_compiler / "Python.h").touch()
-    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(no_compiler)})
-    assert doctor.compiler() == (str(no_compiler / "clang"), "")
-    program(no_compiler / "gcc")
-    assert doctor.compiler() == (str(no_compiler / "gcc"), "")
-    program(no_compiler / "mycc")
     monkeypatch.setenv("CC", "mycc")
     assert doctor.compiler() == ("mycc", "")
     (no_compiler / "Python.h").unlink()
@@ -72,18 +66,14 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "Driver", FakeDriver)
 
 
-def test_modes_and_unknown_gpus_are_told(four_gpus: None) -> None:
-    lines = list(doctor.mode_lines())
-    assert [name for name, _ in lines] == ["gpu 0", "gpu 1", "compute mode", "gpu 2", "compute mode", "gpu 3"]
-    texts = [text for _, text in lines]
+def test_modes_links_and_unknown_gpus_are_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    names, texts = zip(*doctor.mode_lines(), strict=True)
+    assert names == ("gpu 0", "gpu 1", "compute mode", "gpu 2", "compute mode", "gpu 3")
     assert texts[0] == "NVIDIA H100 80GB HBM3, predicted as NVIDIA H100 SXM"
     assert texts[2].startswith("exclusive process: one process at a time")
     assert texts[3] == f"NVIDIA RTX A1000, {doctor.UNKNOWN}"
     assert texts[4].startswith("prohibited: no process may use it")
-
-
-def test_links_without_atomics_are_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
     lines = list(doctor.link_lines())
     (first, linked), (_, without) = lines[:2]
     assert (first, linked[-5:]) == ("gpu 0", " of 1")
@@ -91,8 +81,6 @@ def test_links_without_atomics_are_told(four_gpus: None, monkeypatch: pytest.Mon
     assert next(text for name, text in lines if name == "gpu 3").endswith("no other GPU")
     assert lines[-1][0] == "topology"
 
-
-def test_a_driver_that_does_not_answer_is_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> FakeDriver:
         raise RuntimeError("the driver's cuInit failed with error 999")
 
