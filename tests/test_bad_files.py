@@ -15,40 +15,31 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import fusedtp
 from fusedtp import NotationError
-from fusedtp.bench import cli, store, timeline
+from fusedtp.bench import store, timeline
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
+
+from .command import command, folded
 
 ROOT = Path(__file__).parent.parent
 SIZES, MESH = {"M": 8, "K": 6, "N": 5}, {"X": 2}
 SPEC = "[M_X, K] @ [K, N] -> [M, N]"
 
-# What is wrong, the spec, the other arguments in place of these, the error's kind, and what it says.
 PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
-    ("spec is a number", 3, {}, TypeError, "spec must be a notation string, not int: got 3"),
     ("spec is None", None, {}, TypeError, "spec must be a notation string, not NoneType: got None"),
     ("spec is empty", "", {}, NotationError, "expected '['"),
     ("spec is long", "X" * 100_000, {}, NotationError, "a spec has at most 1000 characters, got 100000: 'XXX"),
     ("six axes", "[M_UVW, K] @ [K, N_XYZ] -> [M, N]", {}, NotationError, "at most 5 mesh axes, got 6 in [M_UVW, K]"),
     ("sizes alone", SPEC, {"mesh": None}, ValueError, "sizes and mesh go together"),
-    ("length is a float", SPEC, {"sizes": {**SIZES, "M": 8.0}}, TypeError, "sizes['M'] must be an int, got 8.0"),
     ("length is NaN", SPEC, {"sizes": {**SIZES, "K": float("nan")}}, TypeError, "sizes['K'] must be an int, got nan"),
     ("length is a flag", SPEC, {"sizes": {**SIZES, "N": True}}, TypeError, "sizes['N'] must be an int, got True"),
-    ("length is text", SPEC, {"sizes": {**SIZES, "M": "8"}}, TypeError, "sizes['M'] must be an int, got '8'"),
     ("length is negative", SPEC, {"sizes": {**SIZES, "M": -8}}, ValueError, "sizes['M'] must be 0 or more and below"),
     ("length is huge", SPEC, {"sizes": {**SIZES, "M": 2**64}}, ValueError, f"below 2**63, got {2**64}"),
-    (
-        "a length is missing",
-        SPEC,
-        {"sizes": {"M": 8}},
-        ValueError,
-        "sizes must give the length of M, K, N, got {'M': 8}",
-    ),
+    ("a length is missing", SPEC, {"sizes": {"M": 8}}, ValueError, "the length of M, K, N, got {'M': 8}"),
     ("sizes are a list", SPEC, {"sizes": [8, 6, 5]}, TypeError, "sizes must map names to numbers, got [8, 6, 5]"),
     ("mesh is a number", SPEC, {"mesh": 8}, TypeError, "mesh must map names to numbers, got 8"),
     ("mesh has no rank", SPEC, {"mesh": {"X": 0}}, ValueError, "mesh['X'] must be 1 or more and below 2**63, got 0"),
@@ -57,7 +48,6 @@ PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
     ("dtype of integers", SPEC, {"dtype": torch.int8}, ValueError, "dtype must be one of float64, float32, bfloat16"),
     ("dtype is None", SPEC, {"dtype": None}, ValueError, "got None"),
     ("a rate of NaN", SPEC, {"flops_per_byte": float("nan")}, ValueError, "flops_per_byte must be above 0 and finite"),
-    ("a negative rate", SPEC, {"flops_per_byte": -1}, ValueError, "flops_per_byte must be above 0 and finite, got -1"),
     ("a rate of text", SPEC, {"flops_per_byte": "1"}, TypeError, "flops_per_byte must be a number, got '1'"),
     ("negative start_bytes", SPEC, {"start_bytes": -1}, ValueError, "start_bytes must be 0 or more and below"),
     ("half a start byte", SPEC, {"start_bytes": 1.5}, TypeError, "start_bytes must be an int, got 1.5"),
@@ -67,34 +57,18 @@ PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("spec", "given", "kind", "text"), [row[1:] for row in PLANS], ids=[row[0] for row in PLANS])
 @pytest.mark.parametrize("call", [fusedtp.plan, fusedtp.explain])
 def test_bad_plan(call: Callable[..., object], spec: Any, given: Any, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind) as caught:
+    with pytest.raises(kind, match=re.escape(text)) as caught:
         call(spec, **{"sizes": SIZES, "mesh": MESH, **given})
     assert type(caught.value) is kind
-    assert text in str(caught.value)
     assert call(SPEC, sizes=SIZES, mesh=MESH) is not None
 
 
-def test_unknown_hardware() -> None:
-    with pytest.raises(ValueError, match=r"hardware must be one of .* got 'abacus'"):
-        fusedtp.explain(SPEC, sizes=SIZES, mesh=MESH, hardware="abacus")
-
-
-# The command and its options; what is said.
+# A command line; what is said.
 OPTIONS: list[tuple[str, str]] = [
-    ("sweep --op matmul", "--op must be among all_gather_matmul"),
-    ("sweep --op ''", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ''"),
     ("sweep --op ,", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ','"),
     ("sweep --schedule fast", "--schedule must be among unfused, decomposed, fused, auto, got 'fast'"),
-    (
-        "sweep --dtype int8",
-        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'",
-    ),
-    (
-        "sweep --dtype ''",
-        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got ''",
-    ),
+    ("sweep --dtype int8", f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'"),
     ("sweep --shapes huge", "--shapes must be among small"),
-    ("sweep --shapes ''", "--shapes must be among small"),
     ("sweep --direction sideways", "--direction must be among forward"),
     ("sweep --baseline nccl", "--baseline must be among dtensor"),
     ("sweep --model llama3-9b", "--model must be among llama3-8b"),
@@ -103,45 +77,33 @@ OPTIONS: list[tuple[str, str]] = [
     ("sweep --tokens 512", "--tokens is for the blocks of --model"),
     ("sweep --model llama3-8b --tokens many", "--tokens must be integers, got 'many'"),
     ("sweep --shape 4,4", "--shape must be M,N,K, got '4,4'"),
-    ("sweep --shape 4,4,4,4", "--shape must be M,N,K, got '4,4,4,4'"),
-    ("sweep --shape 0,4,4", "--shape must be positive, got '0,4,4'"),
     ("sweep --shape=-1,4,4", "--shape must be positive, got '-1,4,4'"),
     ("sweep --shape 4.0,4,4", "--shape must be integers, got '4.0,4,4'"),
     ("sweep --shape 99999999999,4,4", "--shape must be at most 2147483647, got '99999999999,4,4'"),
     ("sweep --world-size 0", "--world-size must be positive, got '0'"),
     ("sweep --world-size two", "--world-size must be integers, got 'two'"),
-    ("sweep --world-size ''", "--world-size must be integers, got ''"),
     ("sweep --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
     ("sweep --seconds nan", "Invalid value for '--seconds'"),
-    ("sweep --seconds inf", "Invalid value for '--seconds'"),
-    ("sweep --seconds=-1", "Invalid value for '--seconds'"),
     ("sweep --rounds 0", "Invalid value for '--rounds'"),
-    ("sweep --rounds many", "'--rounds'"),
     ("sweep --nonsense", "No such option: --nonsense"),
     ("sweep --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("mlp --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("train --out FILE", "--out must be a folder that can be written, got 'FILE'"),
+    ("timeline --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("mlp --world-size 1", "--world-size: a layer is split over two ranks or more, got 1"),
     ("mlp --shapes 4,4", "--shapes: a size is M,D,F, got 4,4"),
     ("mlp --shapes 4,4,4 --shapes 4,x4,4", "--shapes must be integers, got '4,x4,4'"),
-    ("mlp --shapes 4,0,4", "--shapes must be positive, got '4,0,4'"),
     ("mlp --shapes 5,4,4", "--shapes: lengths that are split must be multiples of the 2 ranks, got 5,4,4"),
-    ("mlp --world-size 3", "--world-size: lengths that are split must be multiples of the 3 ranks, got 2048,1024,4096"),
     ("mlp --seconds nan", "Invalid value for '--seconds'"),
-    ("train --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("train --steps 0", "Invalid value for '--steps'"),
     ("train --fused-steps=-1", "Invalid value for '--fused-steps'"),
     ("tune --out t.json --seconds nan", "Invalid value for '--seconds'"),
     ("tune --out t.json --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
-    (
-        "tune --out t.json --dtype int8",
-        f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'",
-    ),
+    ("tune --out t.json --dtype int8", f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'"),
     ("tune --show --out FILE", "FILE is ignored, not a table of fusedtp tune"),
     ("timeline --world-size 1", "Invalid value for '--world-size'"),
     ("timeline --rounds 0", "Invalid value for '--rounds'"),
-    ("timeline --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("report missing.csv", "there is no file missing.csv"),
-    ("report .", ". is not a regular file"),
     ("report FILE", "FILE is not a CSV file of results"),
     ("report /dev/zero", "/dev/zero is not a regular file"),
     ("compare FILE FILE", "FILE is not a CSV file of results"),
@@ -152,37 +114,24 @@ OPTIONS: list[tuple[str, str]] = [
     ("explain FSDP --table", "give a notation string, or --table"),
     ("explain fsdp", "expected '['"),
     ("explain FSDP --sizes M=8,K=4,N=4", "sizes and mesh go together"),
-    (
-        "explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2",
-        "--sizes must have each name once, got M twice in 'M=8,M=9,K=4,N=4'",
-    ),
-    (
-        "explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2",
-        "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9,K=4,N=4'",
-    ),
-    (
-        "explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2",
-        "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0,K=4,N=4'",
-    ),
+    ("explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2", "--sizes must have each name once, got M twice"),
+    ("explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9"),
+    ("explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0"),
+    ("explain FSDP --sizes M", "--sizes takes NAME=NUMBER, comma-separated, got 'M'"),
     ("explain FSDP --sizes M=\u0663,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=\u0663"),
-    ("explain FSDP --sizes M=-8,K=4,N=4 --mesh X=2", "sizes['M'] must be 0 or more and below 2**63, got -8"),
-    ("explain FSDP --sizes M=8,K=4,N=4 --mesh X=0", "mesh['X'] must be 1 or more and below 2**63, got 0"),
     ("frobnicate", "No such command 'frobnicate'"),
 ]
 
 
-@pytest.mark.parametrize(("command", "text"), OPTIONS, ids=[command for command, _ in OPTIONS])
-def test_bad_option(command: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(self: RankPool) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(RankPool, "_started", nothing)
+@pytest.mark.parametrize(("line", "text"), OPTIONS, ids=[line for line, _ in OPTIONS])
+def test_bad_option(line: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No rank may be started.
+    monkeypatch.delattr(RankPool, "_started")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("text\n")
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, [part.strip("'") for part in command.split(" ")])
-    assert result.exit_code == 2, result.output
+    said = command(*[part.strip("'") for part in line.split(" ")], code=2)
     # In a frame, folded to its width: only spaces differ.
-    assert "".join(text.split()) in "".join(result.output.replace("\u2502", "").split())
+    assert "".join(text.split()) in folded(said).replace(" ", "")
     # A sweep makes its folder first, and leaves it empty.
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["FILE"]
 
@@ -190,9 +139,8 @@ def test_bad_option(command: str, text: str, tmp_path: Path, monkeypatch: pytest
 def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "two")
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, ["sweep", "--out", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "WORLD_SIZE of the environment must be integers, got 'two'" in " ".join(result.output.split())
+    said = folded(command("sweep", "--out", tmp_path, code=2))
+    assert "WORLD_SIZE of the environment must be integers, got 'two'" in said
 
 
 NUMBERS = {"int": "1", "float | None": "1.5", "tuple[float, ...]": "1.5", "bool": "False", "str": "text"}
@@ -209,28 +157,21 @@ def table(**cells: str) -> bytes:
 ROWS: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "is not a CSV file of results"),
     ("another table", b"name,price\napple,3\n", "unknown columns name, price"),
-    ("JSON", b'{"rows": []}', "is not a CSV file of results"),
     ("a pickle", pickle.dumps([1]), "is not a CSV file of results"),
     ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a CSV file of results"),
     ("no header", f"{LINE}\n".encode(), "is not a CSV file of results"),
+    ("columns in another order", (",".join(reversed(CELLS)) + "\n").encode(), "columns in another order"),
     ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "is not a CSV file of results"),
     ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), "line 2, row 1, column time_utc: 47 cells, not 46"),
     ("cells missing", f"{HEAD}\na,b\n".encode(), "line 2, row 1, column M: 2 cells, not 46"),
     ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "is not a CSV file of results"),
     ("a word for a length", table(M="many"), "row 1, column M: 'many' is not a whole number"),
     ("a negative length", table(M="-1"), "row 1, column M: '-1' is not a whole number"),
-    ("a length with underscores", table(M="1_000"), "row 1, column M: '1_000' is not a whole number"),
-    ("a length with spaces", table(M=" 7 "), "row 1, column M: ' 7 ' is not a whole number"),
     ("a length in other digits", table(M="\u0663"), "row 1, column M: '\u0663' is not a whole number"),
-    ("a length of a thousand digits", table(M="9" * 1000), f"row 1, column M: '{'9' * 80}' is not a whole number"),
     ("a half", table(cores="1.5"), "row 1, column cores: '1.5' is not a whole number"),
     ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not a number"),
-    ("a time without end", table(median_ms="inf"), "row 1, column median_ms: 'inf' is not a number"),
     ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not a number"),
-    ("a time of 400 digits", table(total_ms="9" * 400), "row 1, column total_ms: '9999"),
-    ("a time with underscores", table(median_ms="1_0.0"), "row 1, column median_ms: '1_0.0' is not a number"),
     ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not True or False"),
-    ("a time of nothing", table(median_ms="0"), "line 2, row 1, column median_ms: '0' is not from 1e-09 to 1e+09"),
     ("a time of ages", table(median_ms="1e99"), "row 1, column median_ms: '1e99' is not from"),
     ("a length of nothing", table(M="0"), "row 1, column M: '0' is not from 1 to"),
     ("no ranks", table(world_size="0"), "row 1, column world_size: '0' is not from 1 to"),
@@ -239,12 +180,10 @@ ROWS: list[tuple[str, bytes, str]] = [
     ("an unknown dtype", table(dtype="int8"), "row 1, column dtype: 'int8' is not one of float32, bfloat16"),
     ("a time outside its own spread", table(p20_ms="1.6"), "column median_ms: 1.5 is not between p20_ms 1.6 and"),
     ("a word for a round", table(rounds_ms="fast"), "row 1, column rounds_ms: 'fast' is not numbers"),
-    ("two spaces between rounds", table(rounds_ms="1  2", rounds="3"), "column rounds_ms: '1  2' is not numbers"),
     ("a round of NaN", table(rounds_ms="1 nan", rounds="2"), "row 1, column rounds_ms: '1 nan' is not numbers"),
     ("a round of ages", table(rounds_ms="1 1e99", rounds="2"), "column rounds_ms: '1 1e99' is not from 1e-09 to"),
     ("a round too many", table(rounds_ms="1 2"), "line 2, row 1, column rounds_ms: 2 times of 1 rounds"),
     ("rounds of what was refused", table(gate="wrong", median_ms=""), "column gate: 'wrong', and yet there is a time"),
-    ("a time of what was refused", table(gate="wrong"), "column gate: 'wrong', and yet there is a time"),
     ("a row twice", table() + table().splitlines()[1], "line 3, row 2: the same case and variant as row 1"),
     ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not text without zero"),
     ("more than is read", b" " * (store.MAX_BYTES + 1), f"larger than the {store.MAX_BYTES} bytes that are read"),
@@ -254,13 +193,14 @@ ROWS: list[tuple[str, bytes, str]] = [
 @pytest.mark.parametrize(("content", "text"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_bad_rows(tmp_path: Path, content: bytes, text: str) -> None:
     path = tmp_path / "sweep.csv"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
-        store.read(path)
-    assert text in str(caught.value)
-    assert path.read_bytes() == content
     path.write_bytes(table())
-    assert len(store.read(path)) == 1
+    (good,) = store.read(path)
+    path.write_bytes(content)
+    for touch in (store.read, lambda path: store.update(path, [good])):
+        with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
+            touch(path)
+        assert text in str(caught.value)
+        assert path.read_bytes() == content
 
 
 READERS: list[Callable[[Path], object]] = [store.read, timeline.read, lambda path: tuning.load(path)[2] or None]
@@ -272,11 +212,7 @@ def test_no_reader_waits_or_reads_without_end(reader: Callable[[Path], object], 
     os.mkfifo(pipe)
     with large.open("wb") as file:
         file.truncate(1 << 40)  # sparse: no such space is used
-    for path, text in (
-        (pipe, "is not a regular file"),
-        (Path("/dev/zero"), "not a regular"),
-        (large, "is larger than"),
-    ):
+    for path, text in ((pipe, "not a regular file"), (Path("/dev/zero"), "not a regular"), (large, "is larger than")):
         try:
             said = str(reader(path))
         except ValueError as error:
@@ -284,20 +220,17 @@ def test_no_reader_waits_or_reads_without_end(reader: Callable[[Path], object], 
         assert text in said
 
 
-@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"format": 1}', '{"format": NaN}', "\udcff"])
-def test_bad_tuning_table(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "tuning.json"
-    path.write_bytes(content.encode(errors="surrogateescape"))
+JSON = ("", "[]", "null", "[" * 100_000, '{"format": 1}', '{"format": NaN}', '{"otherData": 1, "traceEvents": []}')
+
+
+@pytest.mark.parametrize("content", [*(text.encode() for text in JSON), b"\xff"])
+def test_what_is_no_tuning_table_and_no_timeline(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_bytes(content)
     found, _, why = tuning.load(path)
     assert found is None
     assert why.startswith(f"{path} is ignored, ")
     assert why.count(str(path)) == 1
-
-
-@pytest.mark.parametrize("content", ["", "[]", "null", "[" * 100_000, '{"otherData": 1, "traceEvents": []}'])
-def test_bad_timeline(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    path.write_text(content)
     with pytest.raises(ValueError, match="is not a timeline of fusedtp"):
         timeline.read(path)
 
@@ -330,32 +263,11 @@ def test_timelines_that_mean_nothing(old: str, new: str, text: str, tmp_path: Pa
 
 def test_cells_are_no_markup_and_no_mathematics(tmp_path: Path, make_row: Callable[..., store.Measurement]) -> None:
     odd = {"model": "[/] :boom: $\\frac", "layer": "[bold", "driver": "[red]", "cpu": "[x"}
-    path = tmp_path / "sweep.csv"
+    path, other = tmp_path / "sweep.csv", tmp_path / "other.csv"
     whole = {"speedup_vs_unfused": 1.0, "matmul_fraction": 0.5, "median_ms": 2.0}
     store.write(path, [make_row(variant=name, **odd, **whole) for name in ("unfused", "decomposed", "matmul")])
-    other = tmp_path / "other.csv"
     store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
-    for command, said in (
-        (["report", path], "matmul, [/] :boom: $\\frac\n"),
-        (["compare", path, other, "--all"], "[/] :boom: $\\frac, forward, decomposed\n"),
-        (["compare", path, other, "--all"], "differs: driver: [red] in A,  in B"),
-    ):
-        result = CliRunner(env={"COLUMNS": "200"}).invoke(cli.app, list(map(str, command)))
-        assert result.exit_code == 0, result.output
-        assert said in result.output
-
-
-def test_a_file_is_replaced_as_a_whole_with_its_mode(
-    tmp_path: Path, make_row: Callable[..., store.Measurement]
-) -> None:
-    path, link = tmp_path / "sweep.csv", tmp_path / "link.csv"
-    store.write(path, [make_row(median_ms=2.0)])
-    path.chmod(0o604)
-    link.symlink_to(path)
-    before = path.stat().st_ino
-    store.write(link, [make_row(median_ms=3.0)])
-    assert link.is_symlink()
-    assert [row.median_ms for row in store.read(path)] == [3.0]
-    assert path.stat().st_mode & 0o777 == 0o604
-    assert path.stat().st_ino != before
-    assert sorted(os.listdir(tmp_path)) == ["link.csv", "sweep.csv"]
+    assert "matmul, [/] :boom: $\\frac\n" in command("report", path)
+    said = command("compare", path, other, "--all")
+    assert "[/] :boom: $\\frac, forward, decomposed\n" in said
+    assert "differs: driver: [red] in A,  in B" in said

@@ -1,32 +1,32 @@
-"""The page says what rows say, is whole HTML that fetches nothing, and has a section for what there is."""
+"""Pictures and page of rows: all that was timed is shown, and says what rows say; the page fetches nothing."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
+from statistics import geometric_mean
 
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
 from fusedtp import cost
 from fusedtp.bench import figures, report, store, tables, theme
 from fusedtp.bench.cases import LAYERS, OPS
-from fusedtp.bench.cli import app
 from fusedtp.bench.frames import frame_of, standings
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
 from fusedtp.cost.hardware import HARDWARE
+
+from .command import command, folded
 
 MakeRow = Callable[..., Measurement]
 VOID = {"meta", "link", "br", "input"}
@@ -34,6 +34,7 @@ VOID = {"meta", "link", "br", "input"}
 RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
 MORE_RANKS = ("unfused", "decomposed")
 TINY = {"M": 8, "N": 8, "K": 8}
+MATMUL = ("model", "direction", "matmul", "world_size")
 
 
 @pytest.fixture(scope="session")
@@ -102,6 +103,13 @@ class Page(HTMLParser):
             self.words.append(data)
 
     @property
+    def sections(self) -> list[str]:
+        """Those that there are, in order, each of which is linked to."""
+        links = [value[1:] for tag, name, value in self.attributes if (tag, name) == ("a", "href")]
+        assert [each for each in self.ids if each in report.SECTIONS] == links
+        return links
+
+    @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
 
@@ -137,8 +145,11 @@ def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
     assert "@font-face" not in text
 
 
-def test_every_figure_is_there_and_as_png(written: Path) -> None:
+def test_every_section_and_figure_is_there_the_latter_as_png_too(written: Path) -> None:
     found = Page(written.with_suffix(".html").read_text())
+    pictures = [*report.PICTURES, "timeline"]
+    assert pictures == ["time", "speedup", "parts", "timeline"]
+    assert found.sections == ["short", "sizes", "blocks", *pictures, "times", "refused", "checked", "rows"]
     drawn = {path.stem for path in report.folder_of(written).iterdir()}
     assert drawn == {
         "time-single-matmuls-forward-fp32",
@@ -158,104 +169,57 @@ def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> Non
     found = Page(written.with_suffix(".html").read_text())
     # the square sizes, two of them on four ranks too, and the block's four matmuls, each of which is twice as fast
     mean = math.exp(sum(map(math.log, (*RATIOS.values(), 1.25, 1.6, 2, 2, 2, 2))) / 10)
-    assert f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused" in found.text
-    assert "over 10 cases with 2 or more ranks; from 0.80x to 2.00x" in found.text
-    assert "It is faster in 8, slower in 1, and cannot be told apart in 1." in found.text
-    assert "from 1024 x 1024 x 1024 fp32" in found.text
-    # a gate's words are text, not markup
-    assert '3 of 4 elements are wrong: <i>1 & "so"' in found.text
-    assert f"1 of {len(rows)} results were wrong" in found.text
-    assert "async_tp: its fused ops need CUDA" in found.text
+    for text in (
+        f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused",
+        "over 10 cases with 2 or more ranks; from 0.80x to 2.00x",
+        "It is faster in 8, slower in 1, and cannot be told apart in 1.",
+        "from 1024 x 1024 x 1024 fp32",
+        # a gate's words are text, not markup
+        '3 of 4 elements are wrong: <i>1 & "so"',
+        f"1 of {len(rows)} results were wrong",
+        "async_tp: its fused ops need CUDA",
+    ):
+        assert text in found.text
+    standing = standings(frame_of(rows), *MATMUL)
+    (line,) = standing[(standing["model"] == "") & (standing["world_size"] == 2)].to_dict("records")
+    assert (line["faster"], line["slower"], line["cases"]) == (2, 1, 4)
+    assert line["mean"] == pytest.approx(geometric_mean(RATIOS.values()), rel=1e-9)
+    assert line["shorter median"] == "from 1024 x 1024 x 1024 fp32"
+    assert (line["worst at"], line["worst"]) == ("512 x 512 x 512 fp32", pytest.approx(0.8))
 
 
 def test_sections_without_content_are_absent(make_row: MakeRow, rows: list[Measurement], tmp_path: Path) -> None:
-    def links(given: list[Measurement]) -> list[str]:
-        report.write(given, path)
-        found = Page(path.with_suffix(".html").read_text())
-        assert [each for each in found.ids if each in report.SECTIONS] == [
-            value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")
-        ]
-        return [each for each in found.ids if each in report.SECTIONS]
-
     path = tmp_path / "sweep.csv"
-    assert links([row for row in rows if row.interpreted]) == ["refused", "checked", "rows"]
-    assert "Nothing was timed" in Page(path.with_suffix(".html").read_text()).text
+
+    def written(given: list[Measurement]) -> Page:
+        report.write(given, path)
+        return Page(path.with_suffix(".html").read_text())
+
+    page = written([row for row in rows if row.interpreted])
+    assert page.sections == ["refused", "checked", "rows"]
+    assert "Nothing was timed" in page.text
     assert not report.folder_of(path).exists()
     path.with_name("timeline.json").write_text("{}")
     alone = [make_row(variant="comm", median_ms=1.0)]
-    assert links(alone) == ["times", "rows"]
-    assert "1 results compared with float64, 0 refused" in Page(path.with_suffix(".html").read_text()).text
+    page = written(alone)
+    assert page.sections == ["times", "rows"]
+    assert "1 results compared with float64, 0 refused" in page.text
     # Whoever looks at the terminal is told why there is no timeline.
     store.write(path, alone)
-    said = " ".join(invoke(path).output.split())
+    said = folded(command("report", path))
     assert "no timeline on the page:" in said
     assert "is not a timeline of fusedtp" in said
     assert "its pictures" not in said
 
 
-def test_a_value_beyond_the_bound_is_explained(make_row: MakeRow) -> None:
-    found = [make_row(median_ms=2.0), make_row(variant="fused", median_ms=0.9, matmul_fraction=0.9)]
-    assert "above 100 %" not in report.page(frame_of(found), {})
-    found[1] = replace(found[1], matmul_fraction=1.09)
-    assert "of matmul is above 1, up to 1.09, and hidden above 100 %" in Page(report.page(frame_of(found), {})).text
-
-
 def test_what_may_be_wide_scrolls_in_a_box_of_its_own(written: Path) -> None:
-    """Without a browser: each table and picture is in such a box, and what is not in one is given no least width."""
     text = written.with_suffix(".html").read_text()
     boxes = Page(text).boxes
     assert {tag for tag, _ in boxes} == {"table", "svg"}
-    for tag, classes in boxes:
-        assert classes & {"scroll", "picture"}, tag
-    style = text[text.index("body {") : text.index("</style>")]
-    plain = re.sub(r"@media[^{]*\{(?:[^{}]*\{[^{}]*\})*\s*\}", "", style)
-    rules = {
-        name.strip(): rule for names, rule in re.findall(r"([^{}]*)\{([^{}]*)\}", plain) for name in names.split(",")
-    }
-    for name in (".scroll", ".picture"):
-        assert "overflow: auto" in rules[name], name
-        assert "max-width: 100%" in rules[name], name
-    assert "overflow-wrap: anywhere" in rules["body"]
-    wide = {name for name, rule in rules.items() if re.search(r"(?<![\w-])(min-)?width:|nowrap", rule)}
-    assert wide == {".picture svg", "#rows td"}
-
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.mark.parametrize("width", [400, 1200])
-def test_page_in_a_browser_is_no_wider_than_its_window(written: Path, tmp_path: Path, width: int) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    report_it = (
-        "const page = this.contentDocument.documentElement, names = this.contentWindow.performance;"
-        "document.title = [page.clientWidth, page.scrollWidth, names.getEntriesByType('resource').length].join(' ')"
-    )
-    page = escape(written.with_suffix(".html").read_text())
-    frame = f'<iframe style="border: 0" width="{width}" height="900" onload="{report_it}" srcdoc="{page}"></iframe>'
-    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><title></title>{frame}")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
-    command = [browser, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{tmp_path}/frame.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search("<title>(.*)</title>", done.stdout)
-    assert title is not None, done.stderr
-    inner, content, fetched = map(int, title[1].split())
-    assert 0.9 * width < inner <= width
-    assert content <= inner
-    assert fetched == 0
-
-
-MATMUL = ("model", "direction", "matmul", "world_size")
-
-
-def test_standing_and_crossover(rows: list[Measurement]) -> None:
-    found = standings(frame_of(rows), *MATMUL)
-    (standing,) = found[(found["model"] == "") & (found["world_size"] == 2)].to_dict("records")
-    assert (standing["faster"], standing["slower"], standing["cases"]) == (2, 1, 4)
-    assert standing["mean"] == pytest.approx(math.exp(sum(map(math.log, RATIOS.values())) / len(RATIOS)), rel=1e-9)
-    assert standing["shorter median"] == "from 1024 x 1024 x 1024 fp32"
-    assert (standing["worst at"], standing["worst"]) == ("512 x 512 x 512 fp32", pytest.approx(0.8))
+    assert all(classes & {"scroll", "picture"} for _, classes in boxes)
+    for name in ("scroll", "picture"):
+        assert re.search(rf"\.{name}\b[^{{}}]*\{{[^}}]*overflow: auto", text)
+    assert "overflow-wrap: anywhere" in text
 
 
 def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow) -> None:
@@ -271,27 +235,14 @@ def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow)
     assert frame["where"].nunique() == 4
 
 
-def test_block_is_listed_only_where_it_is_whole(written: Path, rows: list[Measurement]) -> None:
-    text = written.with_suffix(".html").read_text()
-    begin = text.index('<section id="blocks">')
-    block = Page(text[begin : text.index("</section>", begin) + len("</section>")])
-    # of the table: matmul, comm, unfused, decomposed, the fastest and its speed-up
-    assert "10 30 40 20 decomposed 2.00x" in block.text
-    # dtensor was not timed for one of the four
-    assert "dtensor" not in block.text
-
-
 def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Measurement]) -> None:
     plain = [row for row in rows if not row.model]
-    measured = [row for row in plain if not row.predicted]
-    with theme.style():
-        drawn = theme.svg(figures.time_curves(frame_of(plain)), "x", "x")
-        without = theme.svg(figures.time_curves(frame_of(measured)), "x", "x")
-    assert "decomposed, predicted" in drawn
-    assert "stroke-dasharray: 4" in drawn
-    assert "predicted" not in without
-    assert "stroke-dasharray: 4" not in without
-    pd.testing.assert_frame_equal(standings(frame_of(plain), *MATMUL), standings(frame_of(measured), *MATMUL))
+    frames = [frame_of(given) for given in (plain, [row for row in plain if not row.predicted])]
+    for frame, is_drawn in zip(frames, (True, False), strict=True):
+        with theme.style():
+            drawn = theme.svg(figures.time_curves(frame), "x", "x")
+        assert ("predicted" in drawn) is ("stroke-dasharray: 4" in drawn) is is_drawn
+    pd.testing.assert_frame_equal(*(standings(frame, *MATMUL) for frame in frames))
 
 
 def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measurement]) -> None:
@@ -311,14 +262,12 @@ def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measureme
 def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
     """Whatever a file calls a variant, a model or a processor: it is no markup and no column's format."""
     odd = ["<b>bold</b>", "mean", "x\nmean", "{}", "speed-up", "ms"]
-    found = [make_row(variant=name, median_ms=2.0, cpu="<i>", **TINY) for name in ("unfused", "matmul", *odd)]
-    found += [
-        make_row(variant=name, median_ms=2.0, model="<u>", layer=layer, tokens=64, op=op)
-        for layer, op in zip(LAYERS, OPS[:2] * 2, strict=True)
-        for name in ("unfused", *odd)
-    ]
+    lines = [make_row(variant=name, median_ms=2.0, cpu="<i>", **TINY) for name in ("unfused", "matmul", *odd)]
+    found = [*lines]
+    for layer, op in zip(LAYERS, OPS[:2] * 2, strict=True):
+        at = {"model": "<u>", "layer": layer, "tokens": 64, "op": op}
+        found += [make_row(variant=name, median_ms=2.0, **at) for name in ("unfused", *odd)]
     with theme.style():
-        lines = found[: 2 + len(odd)]
         lines += [replace(row, M=16) for row in lines]
         drawn = figures.speedup_map(frame_of([*lines, *(replace(row, world_size=4) for row in lines)]))
         picture = report.Picture("x", "<u>", theme.svg(drawn, "x", "<i>"))
@@ -331,24 +280,6 @@ def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
     assert "<b>bold</b>" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_old_rows_are_told_apart_by_their_ranges(make_row: MakeRow) -> None:
-    """Without their rounds: 20-80 % of one against those of the other, and the page says so."""
-    base, ours = make_row(median_ms=1.0), make_row(variant="fused", median_ms=0.98)
-
-    def told(rows: list[Measurement]) -> bool:
-        return "without their rounds" in Page(report.page(frame_of(rows), {})).text
-
-    for low, faster in ((0.9, 0), (0.97, 1)):
-        rows = [replace(base, p20_ms=0.985), replace(ours, p20_ms=low, p80_ms=0.99 if low < 0.95 else 0.98)]
-        assert standings(frame_of(rows), *MATMUL)["faster"].tolist() == [faster]
-        assert told(rows)
-    assert not told([replace(row, rounds=5, rounds_ms=(1.0,) * 5) for row in (base, ours)])
-
-
-def invoke(*arguments: object) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["report", *map(str, arguments)])
-
-
 def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, tmp_path: Path) -> None:
     at = {"M": 4096, "N": 4096, "K": 8192, "dtype": "bfloat16", "world_size": 8}
     measured = [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=0.5, **at)]
@@ -356,51 +287,115 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     left_out = [replace(base, world_size=1), replace(base, direction="backward"), replace(base, variant="auto")]
     found = report.predictions([*measured, *left_out], lambda ranks: HARDWARE["h100"])
     model = cost.predict("all_gather_matmul", M=4096, N=4096, K=8192, world_size=8, hardware="h100")
-    assert [(row.variant, row.median_ms) for row in found] == [
-        ("unfused", model.unfused_us / 1e3),
-        ("fused", (model.fused_us or 0.0) / 1e3),
-    ]
+    times = {name: model.times[name] / 1e3 for name in ("unfused", "fused")}
+    assert {row.variant: row.median_ms for row in found} == times
     kept = {(row.predicted, row.case, row.rounds, row.p20_ms, row.speedup_vs_unfused) for row in found}
     assert kept == {(True, base.case, 0, None, None)}
 
     path = tmp_path / "sweep.csv"
     store.write(path, measured)
-    done = invoke(path, "--hardware", "h100")
-    assert done.exit_code == 0, done.output
+    command("report", path, "--hardware", "h100")
     text = Page((tmp_path / "sweep.html").read_text()).text
-    assert "4, of which 2 timed" in text
-    assert "predictions cost model, h100" in text
-    assert "at 2.00x the speed of unfused" in text
+    for said in ("4, of which 2 timed", "predictions cost model, h100", "at 2.00x the speed of unfused"):
+        assert said in text
     assert not (tmp_path / "sweep-figures").exists()
     assert (tmp_path / "sweep.png").exists()
     # a prediction is drawn, not kept
     assert store.read(path) == measured
-    done = invoke(path, "--hardware", "abacus")
-    assert done.exit_code == 2
-    assert "abacus" in done.output
+    assert "abacus" in command("report", path, "--hardware", "abacus", code=2)
 
 
-def test_sections_are_those_of_the_page(written: Path) -> None:
-    found = Page(written.with_suffix(".html").read_text())
-    links = [value[1:] for tag, name, value in found.attributes if (tag, name) == ("a", "href")]
-    pictures = [*report.PICTURES, "timeline"]
-    assert pictures == ["time", "speedup", "parts", "timeline"]
-    assert links == ["short", "sizes", "blocks", *pictures, "times", "refused", "checked", "rows"]
-    assert [each for each in found.ids if each in links] == links
+def test_picture_has_a_panel_an_op_and_a_model_sorted_by_tokens(make_row: MakeRow, tmp_path: Path) -> None:
+    names = {"matmul": 1.0, "comm": 2.0, "unfused": 6.0, "decomposed": 4.0, "auto": 5.0, "dtensor": 8.0}
+    many = [make_row(variant=name, median_ms=ms, M=2048) for name, ms in names.items()]
+    few = [replace(row, M=256) for row in many[:4]]
+    model = [replace(row, model="llama3-8b", tokens=1024, layer="mlp up") for row in many[:4]]
+    others = [replace(row, op="matmul_all_reduce", direction="both", world_size=4) for row in many]
+    alone = [replace(row, M=77, world_size=1) for row in many]
+    assert report.picture([*many, *few, *model, *others, *alone], tmp_path / "sweep.png")
+    with theme.style():
+        drawn = figures.overview(frame_of([*many, *few, *model, *others, *alone]))
+    found = {}
+    for axes in (each for each in drawn.axes if each.axison):
+        words = [text.get_text() for text in axes.texts]
+        found[axes.get_title(loc="left")] = [each.get_text() for each in axes.get_yticklabels()], words
+    assert found == {
+        "all-gather + matmul": (
+            ["256 x 1024 x 1024 fp32", "2048 x 1024 x 1024 fp32"],
+            ["forward, 2 ranks", "1.50x", "1.50x", "0.75x"],
+        ),
+        "llama3-8b": (["mlp up, 1024 tokens fp32"], ["forward, 2 ranks", "1.50x"]),
+        "matmul + all-reduce": (["2048 x 1024 x 1024 fp32"], ["both, 4 ranks", "1.50x", "0.75x"]),
+    }
+    assert not report.picture(alone, tmp_path / "none.png")
 
 
-def test_tables_but_that_of_all_rows_fit_on_the_page(make_row: MakeRow) -> None:
-    """Where a line is too long its words go below each other: no column is out of sight."""
-    names = ("matmul", "own_matmul", "comm", "unfused", "decomposed", "fused", "auto", "dtensor")
-    at = {"op": "matmul_reduce_scatter", "M": 16384, "N": 16384, "K": 16384, "model": "llama3-70b", "tokens": 16384}
-    ratios = dict.fromkeys(("speedup_vs_unfused", "matmul_fraction", "overlap_efficiency", "tflops"), 0.123)
-    layers = ({"variant": name, "layer": layer} for name in names for layer in LAYERS)
-    found = [make_row(median_ms=1234.5, backend="gloo", bound_ms=9.0, **at, **ratios, **each) for each in layers]
-    page = report.page(frame_of(found), {})
-    style = page[: page.index("</style>")]
-    assert re.findall(r"([^{}]*) \{[^{}]*white-space: nowrap", style)[0].split("\n")[-1] == "#rows td"
-    for table in (tables.times(frame_of(found), "forward"), tables.rates(frame_of(found), "forward")):
-        cells = table.cells.astype(str)
-        words = [max(len(word) for text in (name, *cells[name]) for word in text.split()) for name in cells]
-        # a window of 80rem, of which the wide ones take 96 %; .4rem at each side of a column, a letter of 13 px about 7
-        assert 7 * sum(words) + 0.8 * 16 * len(words) < 0.96 * 80 * 16, (table.name, words)
+def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> None:
+    """Also on the map, whose cell is then white; and the axis of ratios has ticks at powers of two."""
+    around = {"median_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1}
+    found = []
+    for at, name in itertools.product(
+        ({"M": 1024}, {"M": 2048}, {"M": 1024, "world_size": 4}), ("decomposed", "fused")
+    ):
+        unfused, factor = make_row(**at, **around), {"decomposed": 0.95, "fused": 0.5}[name]
+        found += [unfused] * (name == "fused")
+        found.append(replace(unfused, variant=name, **{key: factor * ms for key, ms in around.items()}))
+    with theme.style():
+        drawn, cells = figures.overview(frame_of(found)), figures.speedup_map(frame_of(found))
+        drawn.canvas.draw()
+    (axes,) = drawn.axes
+    faces = [to_hex(bar.get_facecolor()) for bar in axes.patches]
+    assert faces == [theme.colour("wait"), theme.colour("fused")] * 3
+    low, high = axes.get_xlim()
+    ticks = [label.get_text() for label in axes.get_xticklabels() if low < label.get_position()[0] < high]
+    assert ticks == ["0.5x", "1x", "2x"]
+    decomposed, fused = cells.axes
+    assert [text.get_text() for text in decomposed.texts] == ["~1.05", "~1.05", "~1.05", "-"]
+    assert decomposed.collections[0].get_array().compressed().tolist() == [0.0] * 3
+    assert fused.collections[0].get_array().compressed().tolist() == pytest.approx([math.log(2)] * 3)
+    # One size, or one number of ranks, makes no map.
+    assert figures.speedup_map(frame_of([row for row in found if row.M == 1024])) is None
+    assert figures.speedup_map(frame_of([row for row in found if row.world_size == 2])) is None
+
+
+def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
+    """Of a single op and size, the narrowest, and of two, by rows whose machine and commit have long names."""
+    at = {"cpu": "Some Vendor(R) Processor(R) Platinum 0000C CPU @ 2.00GHz", "cores": 128, "torch": "2.13.0+cpu"}
+    times = {"matmul": 1.0, "unfused": 2.0, "decomposed": 1.5, "fused": 1.2, "dtensor": 3.0}
+    found = [make_row(variant=name, median_ms=ms, commit="0" * 12, dirty=True, **at) for name, ms in times.items()]
+    more = [replace(row, op="matmul_reduce_scatter", M=131072, N=131072, K=131072) for row in found]
+    with theme.style():
+        for rows in (found, found + more):
+            drawn = figures.overview(frame_of(rows))
+            drawn.draw_without_rendering()
+            paper = drawn.bbox
+            titles = [axes._left_title for axes in drawn.axes]
+            names = [label for axes in drawn.axes for label in axes.get_yticklabels()]
+            boxes = [each.get_window_extent() for each in (*titles, *names)]
+            for artist in (*drawn.legends, *drawn.texts, drawn._supxlabel, *titles, *names):
+                box = artist.get_window_extent()
+                assert paper.x0 <= box.x0 <= box.x1 <= paper.x1, artist
+            for one, other in itertools.combinations(boxes, 2):
+                assert not one.overlaps(other)
+
+
+@pytest.mark.parametrize("range_ms", [(1.0, 1.2), (3.2, 9.5), (1.0, 30.0), (1e-6, 1e4), (5.0, 5.0)])
+def test_every_logarithmic_axis_has_ticks(range_ms: tuple[float, float]) -> None:
+    with theme.style():
+        drawn, panels = theme.panels([3], 1, line=1.0, row=1.0)
+        axes = panels[0, 0]
+        for which in "xy":
+            theme.log_scale(axes, which)
+        axes.plot(range_ms, range_ms)
+        drawn.canvas.draw()
+    for ticks, (low, high) in ((axes.get_xticks(), axes.get_xlim()), (axes.get_yticks(), axes.get_ylim())):
+        shown = [f"{tick:g}" for tick in ticks if low <= tick <= high]
+        assert 3 <= len(set(shown)) == len(shown) <= 10, shown
+
+
+def test_parts_of_a_time_add_up() -> None:
+    for times, parts in (
+        ((10.0, 6.0, 3.0), (6.0, 3.0, 1.0)), ((7.0, 6.0, 3.0), (6.0, 1.0, 0.0)), ((5.0, 6.0, 3.0), (5.0, 0.0, 0.0)),
+        ((10.0, 6.0, math.nan), (6.0, 0.0, 4.0)),
+    ):  # fmt: skip
+        assert tuple(figures.account(*times).values()) == parts
