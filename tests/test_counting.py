@@ -6,7 +6,6 @@ import contextlib
 import pkgutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any
 from unittest import mock
@@ -83,34 +82,23 @@ def calls(*of: tuple[str, tuple[int, ...]]) -> list[Call]:
     return [(op, tuple(sorted(shape))) for op, shape in of]
 
 
-# The shapes of x and weight here; what forward runs, what is saved, and what backward runs by what needs a gradient.
+GATHER, GATHER_TWICE, SCATTER = "all_gather_matmul", "all_gather_matmul twice", "matmul_reduce_scatter"
+# The shapes of x and weight here; what forward runs, and what backward runs by what needs a gradient.
 LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, list[Call]]]] = {
+    # Gathered once more, for dx. Where the input needs no gradient nothing is gathered: dw is dy.T @ x, scattered.
     "fsdp_linear": (
-        X_M, W_N, calls(("all_gather_matmul", W_N)),
-        # Gathered once more, for dx. Where the input needs no gradient nothing is gathered: dw is dy.T @ x, scattered.
-        {
-            "xw": calls(("all_gather_matmul", W_N), ("matmul_reduce_scatter", DY_M)),
-            "x": calls(("all_gather_matmul", W_N)),
-            "w": calls(("matmul_reduce_scatter", DY_M)),
-        },
+        X_M, W_N, calls((GATHER, W_N)),
+        {"xw": calls((GATHER, W_N), (SCATTER, DY_M)), "x": calls((GATHER, W_N)), "w": calls((SCATTER, DY_M))},
     ),
+    # x is gathered again, along dw's contraction: only its shard was kept.
     "all_gather_linear": (
-        X_M, W_N, calls(("all_gather_matmul", X_M)),
-        # x is gathered again, along dw's contraction: only its shard was kept.
-        {
-            "xw": calls(("all_gather_matmul", X_M), ("matmul_reduce_scatter", DY_N)),
-            "x": calls(("matmul_reduce_scatter", DY_N)),
-            "w": calls(("all_gather_matmul", X_M)),
-        },
+        X_M, W_N, calls((GATHER, X_M)),
+        {"xw": calls((GATHER, X_M), (SCATTER, DY_N)), "x": calls((SCATTER, DY_N)), "w": calls((GATHER, X_M))},
     ),
+    # One gather of dy for both gradients.
     "linear_reduce_scatter": (
-        X_K, W_K, calls(("matmul_reduce_scatter", X_K)),
-        # One gather of dy for both gradients.
-        {
-            "xw": calls(("all_gather_matmul twice", DY_M)),
-            "x": calls(("all_gather_matmul", DY_M)),
-            "w": calls(("all_gather_matmul", DY_M)),
-        },
+        X_K, W_K, calls((SCATTER, X_K)),
+        {"xw": calls((GATHER_TWICE, DY_M)), "x": calls((GATHER, DY_M)), "w": calls((GATHER, DY_M))},
     ),
     "linear_all_reduce": (X_K, W_K, calls(("matmul_all_reduce", X_K)), {"xw": [], "x": [], "w": []}),
 }  # fmt: skip
@@ -181,28 +169,11 @@ def test_the_gather_of_one_gradient_starts_before_the_matmul_of_the_other(
         assert "matmul" in order
 
 
-def fsdp_bytes(group: ProcessGroup) -> tuple[int, int]:
-    """Bytes kept of the weight by a layer, and of the whole weight."""
-    x, weight = torch.randn(X_M), torch.randn(W_N, requires_grad=True)
-    with counting() as count:
-        fusedtp.fsdp_linear(x.requires_grad_(), weight, group=group)
-    (kept,) = [each for each in count.saved if each.shape == weight.shape]
-    assert kept.data_ptr() == weight.data_ptr()
-    return kept.untyped_storage().nbytes(), N * K * weight.element_size()
-
-
-def test_fsdp_keeps_a_quarter_of_the_weight(pool: RankPool) -> None:
-    for kept, whole in pool.run(fsdp_bytes):
-        assert kept * 4 == whole
-
-
 def frozen(group: ProcessGroup) -> None:
     """Nothing needs a gradient, or only the bias does: nothing is kept, and backward sends db's sum alone."""
     x, weight, bias = torch.randn(X_M), torch.randn(W_N), torch.randn(N)
     with counting() as count:
         fusedtp.fsdp_linear(x, weight, bias, group=group)
-    assert not count.saved
-    with counting() as count:
         y = fusedtp.fsdp_linear(x, weight, bias.requires_grad_(), group=group)
     assert not count.saved
     with counting() as count:
@@ -220,11 +191,10 @@ def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
     """Each matmul by itself runs as many collectives as planned, and no all-reduce over an axis that splits its result:
     there a reduce-scatter does.
     """
-    mesh = (
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("X", "Y"))
-        if on_mesh
-        else DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
-    )
+    if on_mesh:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("X", "Y"))
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     ranks = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     names = {axis: mesh.get_group(axis).group_name for axis in ranks}
     assert len(set(names.values())) == len(names)
@@ -232,25 +202,17 @@ def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
     for text in texts:
         spec = parse(text)
         plans = plan(text, sizes=lengths, mesh=ranks, dtype="float64")
-        shapes = (
-            [lengths[dim.name] // prod(ranks[axis] for axis in dim.axes) for dim in tensor.dims]
+        x, w = (
+            torch.randn([lengths[dim.name] // prod(ranks[axis] for axis in dim.axes) for dim in tensor.dims]).double()
             for tensor in (spec.a, spec.b)
         )
-        x, w = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-
-        def forward(needs: str, x: Tensor = x, w: Tensor = w, text: str = text) -> Tensor:
-            operands = x.clone().requires_grad_("x" in needs), w.clone().requires_grad_("w" in needs)
-            return fusedtp.sharded_matmul(*operands, text, mesh, schedule="decomposed")
-
-        with counting() as y_count:
-            forward("")
-        counts = [y_count]
-        for needs in "xw":
-            y = forward(needs)
+        for needs, matmul in zip(("", "x", "w"), plans.matmuls, strict=True):
+            operands = x.clone().requires_grad_(needs == "x"), w.clone().requires_grad_(needs == "w")
             with counting() as count:
-                y.backward(torch.ones_like(y))
-            counts.append(count)
-        for count, matmul in zip(counts, plans.matmuls, strict=True):
+                y = fusedtp.sharded_matmul(*operands, text, mesh, schedule="decomposed")
+            if needs:
+                with counting() as count:
+                    y.backward(torch.ones_like(y))
             assert len(count.calls) == len(matmul.collectives), f"{matmul.names[2]} of {text}: {count.calls}"
             reduced = {name for op, name in count.groups if op in ("all_reduce", "matmul_all_reduce")}
             assert not reduced & {names[axis] for axis in matmul.c.used}, f"{matmul.names[2]} of {text}: {count.groups}"
@@ -272,17 +234,14 @@ def same_bits(group: ProcessGroup, schedule: str) -> None:
     for name in names:
         x_shape, w_shape, *_ = LAYERS[name]
         random = torch.Generator().manual_seed(group.rank())
-        x, weight = (torch.randn(shape, generator=random).requires_grad_() for shape in (x_shape, w_shape))
-        bias = torch.randn(N // 4 if name == "all_gather_linear" else N, generator=random).requires_grad_()
-        layer = partial(getattr(fusedtp, name), x, weight, bias, group=group, schedule=schedule)
-        y = layer()
-        dy = torch.randn(y.shape, generator=random)
-        first = torch.autograd.grad(y, (x, weight, bias), dy, retain_graph=True)
-        again = torch.autograd.grad(y, (x, weight, bias), dy)
-        other = layer()
+        shapes = x_shape, w_shape, (N // 4 if name == "all_gather_linear" else N,)
+        operands = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
+        y, other = (getattr(fusedtp, name)(*operands, group=group, schedule=schedule) for _ in range(2))
         assert torch.equal(y, other), name
-        for each in (again, torch.autograd.grad(other, (x, weight, bias), dy)):
-            assert all(torch.equal(one, two) for one, two in zip(first, each, strict=True)), name
+        dy = torch.randn(y.shape, generator=random)
+        first = torch.autograd.grad(y, operands, dy, retain_graph=True)
+        for each in (torch.autograd.grad(y, operands, dy), torch.autograd.grad(other, operands, dy)):
+            assert all(map(torch.equal, first, each)), name
 
 
 @pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])

@@ -63,21 +63,6 @@ def test_every_block_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
     assert ran[0] == PAGES[name].read_text().count("\n```python\n") > 0
 
 
-def failing(group: ProcessGroup, folder: str) -> list[str]:
-    """What a page with a block that fails comes to."""
-    page = Path(folder) / "page.md"
-    if group.rank() == 0:
-        page.write_text("# A page\n\n```python\nranks = 1\n```\n\n```python\nassert ranks == 2, ranks\n```\n")
-    dist.barrier(group)
-    with pytest.raises(AssertionError, match="1") as raised:
-        run_page(group, str(page), folder)
-    return [f"{each.path.name}:{each.lineno}" for each in raised.traceback if each.path.name == "page.md"]
-
-
-def test_a_block_that_fails_is_told_by_its_line(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(failing, str(tmp_path), world_size=2) == [["page.md:7"]] * 2
-
-
 def test_the_api_page_has_every_public_name() -> None:
     shown = re.findall(r"^::: fusedtp\.(\w+)$", PAGES["api.md"].read_text(), re.MULTILINE)
     assert len(shown) == len(set(shown))
