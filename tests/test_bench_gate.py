@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -161,11 +162,8 @@ def job_with_one_planted(group: ProcessGroup, wrong: str, plant: Plant, job: Job
                 return right
             return lambda: tuple([plant(part, group.rank()) for part in right() if isinstance(part, Tensor)])
 
-    kept, problem.Problem = problem.Problem, OneWrong  # type: ignore[misc]
-    try:
+    with mock.patch.object(problem, "Problem", OneWrong):
         return run_job(group, job)
-    finally:
-        problem.Problem = kept  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

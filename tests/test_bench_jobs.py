@@ -52,27 +52,24 @@ def test_plan_never_times_kernels_without_a_gpu_for_every_rank() -> None:
         assert not any(job.timed for job in plan(Request(world_sizes=(2,), models=models, tokens=(64,)), 1))
 
 
-def test_plan_of_named_and_given_sizes() -> None:
-    request = Request((2,), OPS[:1], ("decomposed",), (), None, None, ("comm",), ((8, 8, 8),))
-    jobs = plan(request, 0)
-    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
-    assert {job.variants for job in jobs} == {(*BOUNDS, "unfused", "decomposed")}
-    assert {job.directions for job in jobs} == {("forward",)}
-    both = plan(replace(request, directions=("backward", "both")), 0)
-    assert {job.directions for job in both} == {("backward", "both")}
-
-
-def test_plan_by_default_covers_every_op_world_size_dtype_and_direction() -> None:
-    jobs = plan(Request(), 0)
-    timed, checked = [job for job in jobs if job.timed], [job for job in jobs if not job.timed]
+def test_plan_covers_by_default_every_op_world_size_dtype_and_direction_and_else_what_is_asked() -> None:
+    jobs, dtypes = plan(Request(), 0), ("float32", "bfloat16", "float16")
+    timed, checked = ([job for job in jobs if job.timed is is_timed] for is_timed in (True, False))
     assert {(job.case.op, job.case.world_size) for job in timed} == {(op, w) for op in OPS for w in (2, 4)}
     assert {(job.case.op, job.case.world_size, job.case.dtype) for job in checked} == {
-        (op, w, dtype) for op in OPS for w in (2, 4) for dtype in ("float32", "bfloat16", "float16")
+        (op, w, dtype) for op in OPS for w in (2, 4) for dtype in dtypes
     }
-    assert {job.case.dtype for job in timed} == {"float32", "bfloat16", "float16"}
+    assert {job.case.dtype for job in timed} == set(dtypes)
     assert {(job.case.op, direction) for job in timed for direction in job.directions} == {
         (op, direction) for op in OPS for direction in DIRECTIONS
     }
+    request = Request((2,), OPS[:1], ("decomposed",), (), None, None, ("comm",), ((8, 8, 8),))
+    jobs = plan(request, 0)
+    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
+    asked = {(job.variants, job.directions) for job in jobs}
+    assert asked == {((*BOUNDS, "unfused", "decomposed"), ("forward",))}
+    both = plan(replace(request, directions=("backward", "both")), 0)
+    assert {job.directions for job in both} == {("backward", "both")}
 
 
 @pytest.mark.parametrize("dtype", [FLOAT8, MXFP8])

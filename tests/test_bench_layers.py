@@ -4,6 +4,7 @@ interval.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +14,14 @@ from unittest import mock
 import pandas as pd
 import pytest
 from torch.distributed import ProcessGroup
-from typer.testing import CliRunner
 
 from fusedtp.bench import layers, machine
-from fusedtp.bench.cli import app
 from fusedtp.bench.intervals import Timing, ratio
 from fusedtp.bench.layers import SUITES
 from fusedtp.bench.ranks import RankPool
 
 from . import generated
+from .command import command
 
 # Small sizes of each, unlike in all lengths; of q, k and v one has one row a rank.
 SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8,16", "5,12,8")}
@@ -48,18 +48,16 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
     def here(ranks: int, timeout: int) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(run_again=lambda *given, told: pool.run(*given, world_size=ranks))
 
-    suite = SUITES[name]
+    suite, num = SUITES[name], len(SMALL[name])
     shapes = [word for size in SMALL[name] for word in ("--shapes", size)]
-    given = [name, *shapes, "--world-size", "2", "--seconds", "0", "--out", str(tmp_path)]
     with mock.patch.object(layers, "RankPool", here):
-        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, given)
-    assert done.exit_code == 0, done.output
-    assert done.output.count(f"2/{len(SMALL[name])}, ") == len(SMALL[name]) - 1
-    assert " x ".join(suite.columns) in done.output
+        said = command(name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
+    assert said.count(f"2/{num}, ") == num - 1
+    assert " x ".join(suite.columns) in said
     rows = pd.read_csv(tmp_path / machine.describe().name / f"{name}.csv")
     variants = list(dict.fromkeys(rows["variant"]))
     assert {*suite.over, "fusedtp", "local"} <= set(variants)
-    assert list(rows["variant"]) == variants * len(SMALL[name])
+    assert list(rows["variant"]) == variants * num
     sizes = [",".join(str(cell).replace(" ", ",") for cell in size) for size in rows[list(suite.columns)].to_numpy()]
     assert list(dict.fromkeys(sizes)) == [size.replace("x", ",") for size in SMALL[name]]
     for _, lines in rows.groupby("M"):
@@ -81,22 +79,6 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
         assert "of 8 x 16, 12 x 8; float32, " in text
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")]
-)
-def test_sizes_that_ranks_cannot_share_are_refused(name: str, size: str) -> None:
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--shapes", size])
-    assert done.exit_code == 2, done.output
-    assert "--shapes" in done.output
-
-
-def test_default_sizes_are_split_by_powers_of_two() -> None:
-    for suite in SUITES.values():
-        for size in suite.sizes:
-            for world_size in (2, 4, 8):
-                suite.check_size(size, world_size)
-
-
 def off_by(group: ProcessGroup, name: str, size: tuple[int, ...]) -> str:
     with mock.patch.object(layers, "TOLERANCE", 0.0), pytest.raises(AssertionError) as caught:
         layers.compare(group, name, size, 0.0)
@@ -110,12 +92,20 @@ def test_what_is_off_is_refused(name: str, pool: RankPool) -> None:
     assert all(" is off by " in each and f"at {size}" in each for each in told), told
 
 
+def test_sizes_are_those_that_ranks_can_share() -> None:
+    """The default ones among powers of two."""
+    for suite in SUITES.values():
+        for size, world_size in itertools.product(suite.sizes, (2, 4, 8)):
+            suite.check_size(size, world_size)
+    for name, size in (("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")):
+        assert "--shapes" in command(name, "--shapes", size, code=2)
+
+
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:
     out = tmp_path / "overhead.csv"
     columns = "commit,dirty,machine,torch,world_size,direction,rows,features,beside_us,q1_us,q3_us,linear_us"
     out.write_text(f"{columns}\nbefore,False,another,2.11.0,1,forward,8,64,200.0,190.0,210.0,5.0\n")
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["overhead", "--out", str(out), "--rounds", "3"])
-    assert done.exit_code == 0, done.output
+    command("overhead", "--out", out, "--rounds", 3)
     rows = pd.read_csv(out)
     assert ",".join(rows.columns) == columns
     assert rows.commit[0] == "before"

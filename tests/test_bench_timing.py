@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -52,41 +53,26 @@ def test_variants_take_turns(pool: RankPool) -> None:
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
 
 
-def sleeping_long(group: ProcessGroup, kept_seconds: float, long_seconds: float) -> tuple[int, list[str]]:
-    """Rounds of 3 ms on rank 0 and 15 ms on rank 1; those of `kept_seconds` are kept, `long_seconds` is long."""
-    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
-    timing.KEPT_SECONDS, timing.LONG_SECONDS = kept_seconds, long_seconds
-    try:
+def sleeping_long(group: ProcessGroup, seconds: float) -> tuple[int, list[str]]:
+    """Rounds of 3 ms on rank 0 and 15 ms on rank 1; those of `seconds` are kept, and long."""
+    with mock.patch.multiple(timing, KEPT_SECONDS=seconds, LONG_SECONDS=seconds):
         timings, calls = sleeping(group, None)
-    finally:
-        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
     return timings["a"].rounds, calls
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kept"),
-    [
-        # long on rank 1 alone: neither may it keep the first round, nor stop after three
-        (0.01, 0),
-        # long on both: all rounds count
-        (0.001, 1),
-    ],
-)
+# Long on rank 1 alone: neither may it keep the first round, nor stop after three. Long on both: all rounds count.
+@pytest.mark.parametrize(("seconds", "kept"), [(0.01, 0), (0.001, 1)])
 def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
-    (rounds, calls), (other_rounds, other_calls) = pool.run(sleeping_long, seconds, seconds, world_size=2)
-    assert (rounds, calls) == (other_rounds, other_calls)
+    (rounds, calls), others = pool.run(sleeping_long, seconds, world_size=2)
+    assert (rounds, calls) == others
     assert MIN_ROUNDS < rounds <= MAX_ROUNDS
     assert len(calls) == 2 * (rounds + 1 - kept)
 
 
 def long_rounds(group: ProcessGroup, long_seconds: float) -> tuple[int, int]:
-    before = timing.KEPT_SECONDS, timing.LONG_SECONDS
-    timing.KEPT_SECONDS, timing.LONG_SECONDS = 0.01, long_seconds
     calls: list[int] = []
-    try:
+    with mock.patch.multiple(timing, KEPT_SECONDS=0.01, LONG_SECONDS=long_seconds):
         found = measure({"a": lambda: (calls.append(1), time.sleep(0.012))}, group, CPU, seconds=0.0)
-    finally:
-        timing.KEPT_SECONDS, timing.LONG_SECONDS = before
     return found["a"].rounds, len(calls)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -18,10 +19,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from fusedtp import trace
-from fusedtp.bench import cases, cli, compare, regress, report, store, timeline
+from fusedtp.bench import cases, compare, regress, report, store, timeline
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
@@ -30,6 +30,7 @@ from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.calls import tuning
 from fusedtp.op import OPS
 
+from .command import command
 from .harness import LARGE
 from .mutations import of_bytes, of_cell, of_json
 
@@ -40,42 +41,28 @@ EXAMPLES = 1000 if LARGE else 10
 EVERY, PAGES = (500, 10) if LARGE else (EXAMPLES, 5)
 SECONDS = 60
 MACHINE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123456789ab", False)
+# What no JSON file of ours is as a whole, and of whose bytes it is not known which was wrong.
+WHOLE = ("the whole must be", "brackets in brackets", "is there twice", "not a regular file")
+KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)", *WHOLE)
 
 
 class TookTooLong(BaseException):
     """No handler of errors takes it for one."""
 
 
-def too_long(*_: object) -> None:
-    raise TookTooLong
-
-
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
+    def too_long(*_: object) -> None:
+        raise TookTooLong
+
     before = signal.signal(signal.SIGALRM, too_long)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
-def examples(kind: str) -> Iterator[tuple[int, random.Random]]:
-    """Numbers and what decides each mutation. Each has its own time."""
-    for number in range(EXAMPLES):
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-        yield number, random.Random(f"{kind}/{number}")
-
-
 def console() -> Console:
     return Console(file=StringIO(), width=180, markup=False, emoji=False)
-
-
-def command(*arguments: object) -> str:
-    """What a command says that must succeed or refuse."""
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code in (0, 2), result.output
-    return result.output
 
 
 def refused(error: str, path: Path, *place: str) -> None:
@@ -85,9 +72,28 @@ def refused(error: str, path: Path, *place: str) -> None:
     assert any(re.search(each, error) for each in (r"\bline \d", *place)), error
 
 
-# What no JSON file of ours is as a whole, and of whose bytes it is not known which was wrong.
-WHOLE = ("the whole must be", "brackets in brackets", "is there twice", "not a regular file")
-KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)", *WHOLE)
+def taken(
+    path: Path, how: Callable[..., Any], read: Callable[[Path], Any], is_free: Callable[[bytes, Any], bool],
+    places: tuple[str, ...] = KEY,
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    """Mutate the file, and yield a number and what was read, if it was; each of them has its own time.
+
+    A value that was mutated may be taken only where it is free.
+    """
+    content = path.read_bytes()
+    for number in range(EXAMPLES):
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        made = how(content, random.Random(f"{path.name} {how.__name__}/{number}"))
+        made, place = (made, ()) if isinstance(made, bytes) else made
+        path.write_bytes(made)
+        try:
+            found = read(path)
+        except ValueError as error:
+            refused(str(error), path, *places)
+            yield number, None
+        else:
+            assert not place or is_free(made, place), f"{number}: {place} of {made!r}"
+            yield number, found
 
 
 def tuning_table() -> bytes:
@@ -100,7 +106,15 @@ def tuning_table() -> bytes:
     return tuning.dump(tuning.Table(tuning.identity(), tuple(samples), {2: rates, 4: rates})).encode()
 
 
+def read_table(path: Path) -> tuple[tuning.Table, str]:
+    table, text, why = tuning.load(path)
+    if table is None:
+        raise ValueError(why)
+    return table, text
+
+
 def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
+    """A schedule, a dtype or a number of ranks fewer is a smaller table."""
     holder = json.loads(made)
     for key in place[:-1]:
         holder = holder[key]
@@ -111,35 +125,28 @@ def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
 
 def decided(table: tuning.Table) -> None:
     """Whatever a table says, every op is decided."""
-    for op in OPS:
-        for dtype in ("float32", "bfloat16"):
-            for n in (2, 7, 256):
-                for rows, cols in ((0, 5), (1, 1), (300, 7), (1 << 20, 1 << 15)):
-                    made = tuning.decide(table, None, op, dtype, n, rows, cols, ("decomposed", "unfused"))
-                    assert made is None or made[0] in ("decomposed", "unfused")
-                    assert made is None or not re.search(r"\b(nan|inf)\b", made[1]), made
+    sizes = ((0, 5), (1, 1), (300, 7), (1 << 20, 1 << 15))
+    for op, dtype, n, size in itertools.product(OPS, ("float32", "bfloat16"), (2, 7, 256), sizes):
+        made = tuning.decide(table, None, op, dtype, n, *size, ("decomposed", "unfused"))
+        assert made is None or made[0] in ("decomposed", "unfused")
+        assert made is None or not re.search(r"\b(nan|inf)\b", made[1]), made
     show_table(table, console())
 
 
 @pytest.mark.parametrize("how", [of_bytes, of_json])
 def test_tuning_tables(how: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, path, used = tuning_table(), tmp_path / "tuning.json", 0
+    path, count = tmp_path / "tuning.json", 0
+    path.write_bytes(tuning_table())
     monkeypatch.setenv("FUSEDTP_TUNING", str(path))
-    for number, rng in examples(f"tuning {how.__name__}"):
-        made, place = how(content, rng) if how is of_json else (how(content, rng), ())
-        path.write_bytes(made)
-        table, text, why = tuning.load()
-        if table is None:
-            refused(why, path, *KEY, "measured with")
-        else:
-            # A schedule, a dtype or a number of ranks fewer is a smaller table.
-            assert not place or left_out(made, place), f"{number}: {place} of {made!r}"
+    for number, found in taken(path, how, read_table, left_out, (*KEY, "measured with")):
+        if found is not None:
+            table, text = found
             assert tuning.parse(tuning.dump(table)) == table == tuning.parse(text)
             decided(table)
-            used += 1
+            count += 1
         if number % EVERY == 0:
-            command("tune", "--show")
-    assert used < EXAMPLES / 2
+            command("tune", "--show", code=None)
+    assert count < EXAMPLES / 2
 
 
 def test_tables_at_their_limits_are_decided() -> None:
@@ -173,29 +180,20 @@ def rows(make_row: MakeRow) -> list[Measurement]:
     return [*found, make_row(variant="unfused", predicted=True, median_ms=2.5, path="predicted for [h100]")]
 
 
-TEXTS = {field.name for field in fields(Measurement) if str(field.type) == "str"} - {"op", "direction", "dtype"}
-
-
 @pytest.mark.parametrize("how", [of_bytes, of_cell])
 def test_rows_at_random(
     how: Callable[..., Any], make_row: MakeRow, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     right, path = rows(make_row), tmp_path / "sweep.csv"
     store.write(path, right)
-    content = path.read_bytes()
-    for number, rng in examples(f"rows {how.__name__}"):
-        made, column = how(content, rng) if how is of_cell else (how(content, rng), "")
-        path.write_bytes(made)
-        try:
-            found = store.read(path)
-        except ValueError as error:
-            refused(str(error), path, "missing columns", "unknown columns", "another order", "csv", "newline")
-        else:
-            assert column in TEXTS or column == "", f"{number}: {column} of {made!r}"
+    texts = {field.name for field in fields(Measurement) if str(field.type) == "str"} - {"op", "direction", "dtype"}
+    places = ("missing columns", "unknown columns", "another order", "csv", "newline")
+    for number, found in taken(path, how, store.read, lambda _, column: column in texts, places):
+        if found is not None:
             used(found, right, number % PAGES == 0)
         if number % EVERY == 0:
-            for said in (command("report", path), command("compare", path, path)):
-                assert "Traceback" not in said
+            command("report", path, code=None)
+            command("compare", path, path, code=None)
     # Of matplotlib, about a name in letters that its font has not.
     assert all("Glyph" in str(each.message) for each in recwarn.list)
 
@@ -229,32 +227,24 @@ def a_timeline() -> Timeline:
 def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -> None:
     path, table = tmp_path / "timeline.json", tmp_path / "sweep.csv"
     timeline.write(a_timeline(), path)
-    content = path.read_bytes()
     store.write(table, rows(make_row)[:4])
-    for number, rng in examples(f"timeline {how.__name__}"):
-        made, place = how(content, rng) if how is of_json else (how(content, rng), ())
-        path.write_bytes(made)
-        try:
-            found = timeline.read(path)
-        except ValueError as error:
-            refused(str(error), path, *KEY)
-        else:
-            # The machine, and what Perfetto shows of an event, are not read.
-            free = place[:1] == ("otherData",) or {"name", "sort_index", "displayTimeUnit", "args"} & {*place}
-            assert not place or free, f"{number}: {place} of {made!r}"
+
+    def is_free(made: bytes, place: tuple[Any, ...]) -> bool:
+        # The machine, and what Perfetto shows of an event, are not read.
+        return place[:1] == ("otherData",) or bool({"name", "sort_index", "displayTimeUnit", "args"} & {*place})
+
+    for number, found in taken(path, how, timeline.read, is_free):
+        if found is not None:
             assert found.title()
             assert all(mark.kind in (*trace.KINDS, "call") and 0 <= mark.rank < 2 for mark in found.marks)
             if number % EVERY == 0:
                 timeline.picture(found, tmp_path / "timeline.png")
         if number % EVERY == 0:
-            command("report", table)
+            command("report", table, code=None)
 
 
-# What is read of a baseline, beside its machine, commit and time: the rest is pytest-benchmark's own words.
-READ = {"benchmarks", "param", "stats", "median", "min", "max"}
-
-
-def test_baselines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [of_bytes, of_json])
+def test_baselines(how: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     from .saved import saved
 
@@ -262,20 +252,16 @@ def test_baselines(tmp_path: Path) -> None:
     names = [f"case-{number}-decomposed / {of}" for number in range(3) for of in regress.REFERENCES]
     samples = {name: [1.5, 1.25, 1.75] for name in (*names, "decomposed / matmul", "decomposed / unfused")}
     path.write_bytes(saved(samples | {"matmul": [6.5e-3]}, MACHINE))
-    content = path.read_bytes()
     ratios = dict.fromkeys(names, 1.5)
     assert regress.read(path, MACHINE).ratios == ratios
-    for how in (of_bytes, of_json):
-        for number, rng in examples(f"baseline {how.__name__}"):
-            made, place = how(content, rng) if how is of_json else (how(content, rng), ())
-            path.write_bytes(made)
-            try:
-                found = regress.read(path, MACHINE)
-            except regress.NotComparable as error:
-                refused(str(error), path, *KEY, "another machine's")
-                continue
-            # A driver or a version may be the very change that is judged; a case may have another name.
-            free = {part for part in place if isinstance(part, str)} - READ or place[-1:] == ("param",)
-            assert not place or free, f"{number}: {place} of {made!r}"
+
+    def is_free(made: bytes, place: tuple[Any, ...]) -> bool:
+        # A driver or a version may be the very change that is judged, and a case may have another name; beside these
+        # all that is not read is free: the rest is pytest-benchmark's own words.
+        is_read = {"benchmarks", "param", "stats", "median", "min", "max"}
+        return any(isinstance(part, str) and part not in is_read for part in place) or place[-1:] == ("param",)
+
+    for _, found in taken(path, how, lambda path: regress.read(path, MACHINE), is_free, (*KEY, "another machine's")):
+        if found is not None:
             assert all(math.isfinite(ratio) and ratio > 0 for ratio in (*found.ratios.values(), found.matmul))
             assert not found.ratios.keys() - ratios.keys() or ratios.keys() - found.ratios.keys()

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
 from torch.distributed import ProcessGroup
-from typer.testing import CliRunner
 
 import fusedtp
 from fusedtp.bench import cli_tune, tune_kernels
 from fusedtp.bench.cases import Case
-from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
 from fusedtp.calls.tuning import Tuned
-from fusedtp.kernels import choices, loading, matmul
+from fusedtp.kernels import choices, gather_matmul, loading, matmul, matmul_all_reduce, matmul_scatter
 from fusedtp.kernels.choices import Choice
 from fusedtp.kernels.configs import TABLE, Config
 from fusedtp.kernels.matmul_all_reduce import splits_of
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL, Task
+from fusedtp.schedules import producer
 from fusedtp.workspaces import registry
+
+from .command import command, folded
+from .harness import last_path
 
 SMALL = Choice(32, 32, 32, 4, 2)
 SM_90 = TABLE["sm_90"]["many"]
 ROOM = {"shared_bytes": 227 << 10}
+SHAPES = ["--shape", "24,20,16", "--shape", "48,20,16"]
 
 
 def tuned(choice: Choice | None = SMALL, **changes: Any) -> Tuned:
@@ -46,19 +52,16 @@ def table(*kernels: Tuned) -> tuning.Table:
 
 def test_what_is_tried_has_room_and_is_another() -> None:
     tried = choices.tiles(SM_90, 1024, 3584, 2, **ROOM)
-    assert len(tried) > 10
+    assert len(set(tried)) == len(tried) > 10
     assert choices.of_config(SM_90) not in tried
-    assert len(set(tried)) == len(tried)
     for each in tried:
         assert each.block_m * each.block_n // (32 * each.num_warps) in (16, 32, 64, 128)
         assert 2 * (each.num_stages * (each.block_m + each.block_n) * each.block_k) <= 227 << 10
     # Few rows and columns have no tile that is twice as long.
     few = choices.tiles(SM_90, 16, 64, 2, **ROOM)
-    assert {each.block_m for each in few} == {64}
-    assert {each.block_n for each in few} == {64}
-    assert {each.block_m for each in choices.tiles(TABLE["sm_80"]["few rows"], 16, 64, 2, least_rows=32, **ROOM)} == {
-        32
-    }
+    assert {(each.block_m, each.block_n) for each in few} == {(64, 64)}
+    fewer = choices.tiles(TABLE["sm_80"]["few rows"], 16, 64, 2, least_rows=32, **ROOM)
+    assert {each.block_m for each in fewer} == {32}
 
 
 def test_what_is_chosen_takes_the_place_of_the_table() -> None:
@@ -71,12 +74,12 @@ def test_what_is_chosen_takes_the_place_of_the_table() -> None:
     assert set(tuning.LIMITS) | {"flatten"} == set(Choice._fields)
 
 
-def test_parts_of_a_contraction_that_were_chosen() -> None:
-    assert splits_of(8, 56, 132) == 8
-    assert splits_of(8, 56, 132, 2) == 2
-    assert splits_of(8, 56, 132, 1) == 1
+def test_parts_of_a_contraction_and_pushers_that_were_chosen() -> None:
+    assert [splits_of(8, 56, 132, *chosen) for chosen in ((), (2,), (1,))] == [8, 2, 1]
     # A tile each has a count, of which there are as many as programs.
     assert splits_of(200, 56, 132, 4) == 1
+    ws: Any = SimpleNamespace(device=torch.device("cuda"), hardware=None, world_size=8)
+    assert producer.with_pushers(ws, Config(measured_pushers=4)).pushers == 4
 
 
 def test_what_is_written_is_read() -> None:
@@ -114,29 +117,23 @@ def test_the_nearest_size_that_is_near() -> None:
         return near and Choice(**near.choice)
 
     assert found() is None
-    assert found(tuned()) == SMALL
+    assert found(tuned()) == found(tuned(rows=128)) == SMALL
     assert found(tuned(other, rows=100), tuned()) == SMALL
     assert found(tuned(other, rows=100), tuned(rows=40)) == other
     # A later one of the same size counts.
     assert found(tuned(other), tuned()) == SMALL
-    assert found(tuned(rows=128)) == SMALL
-    assert found(tuned(rows=129)) is None
-    assert found(tuned(cols=97)) is None
     # Where the table's was the fastest, no farther one takes its place.
     assert found(tuned(other, rows=100), tuned(None)) is None
-    for changes in ({"op": "matmul_all_reduce"}, {"dtype": "bfloat16"}, {"version": "0"}):
-        assert found(tuned(**changes)) is None
+    others = {"rows": 129}, {"cols": 97}, {"op": "matmul_all_reduce"}, {"dtype": "bfloat16"}, {"version": "0"}
+    assert all(found(tuned(**changes)) is None for changes in others)
     assert found(tuned(), world_size=4) is None
     leaves = Task(ALL_GATHER_MATMUL, task.shapes, torch.float32, (32, 32), leaves=8)
-    assert found(tuned(), task=leaves) is None
-    assert found(tuned(), task=Task(ALL_GATHER, {"a": (32, 48)}, torch.float32, (32, 32))) is None
+    alone = Task(ALL_GATHER, {"a": (32, 48)}, torch.float32, (32, 32))
+    assert found(tuned(), task=leaves) is found(tuned(), task=alone) is None
 
 
 def taken(group: ProcessGroup, path: str) -> tuple[str, list[tuple[int, int]]]:
     """What `last_path` says, and the tiles of kernels that were launched; only rank 0 can read the file."""
-    import os
-
-    os.environ[tuning.ENVIRONMENT] = path if group.rank() == 0 else "off"
     # What the group has learned so far is of another file.
     registry.destroy(group)
     seen: list[tuple[int, int]] = []
@@ -149,21 +146,17 @@ def taken(group: ProcessGroup, path: str) -> tuple[str, list[tuple[int, int]]]:
 
         return call
 
-    loading._starter = starter
-    try:
+    known = {tuning.ENVIRONMENT: path if group.rank() == 0 else "off"}
+    with mock.patch.dict(os.environ, known), mock.patch.object(loading, "_starter", starter):
         torch.manual_seed(0)
         rows = (37, 27)
         whole, weights = torch.randn(64, 48), torch.randn(2, 40, 48)
         x = whole.split(rows)[group.rank()]
         y = fusedtp.all_gather_linear(x, weights[group.rank()], sizes=rows, group=group, schedule="fused")
-        torch.testing.assert_close(y, whole @ weights[group.rank()].t())
-        last = fusedtp.last_path()
-        assert last is not None
-        return last.kernel, seen
-    finally:
-        loading._starter = launch
-        os.environ.pop(tuning.ENVIRONMENT)
-        registry.destroy(group)
+    torch.testing.assert_close(y, whole @ weights[group.rank()].t())
+    kernel = last_path().kernel
+    registry.destroy(group)
+    return kernel, seen
 
 
 def test_all_ranks_take_what_the_first_one_read(pool: RankPool, tmp_path: Path) -> None:
@@ -191,10 +184,6 @@ def test_a_search(pool: RankPool, op: str) -> None:
 
 def planted(group: ProcessGroup, op: str) -> tune_kernels.TileSearch:
     """A search in which every tile but the table's gives wrong results, on one rank alone."""
-    from fusedtp.kernels import gather_matmul, matmul_all_reduce, matmul_scatter
-
-    modules = (matmul, gather_matmul, matmul_all_reduce, matmul_scatter)
-    starts = [module.launch for module in modules]  # type: ignore[attr-defined]
 
     def wrong(start: Any) -> Any:
         def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -210,18 +199,14 @@ def planted(group: ProcessGroup, op: str) -> tune_kernels.TileSearch:
 
         return launch
 
-    for module, start in zip(modules, starts, strict=True):
-        module.launch = wrong(start)  # type: ignore[attr-defined]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (matmul, gather_matmul, matmul_all_reduce, matmul_scatter):
+            stack.enter_context(mock.patch.object(module, "launch", wrong(module.launch)))  # type: ignore[attr-defined]
         return tune_kernels.search(group, Case(op, 50, 44, 36, "float32", 2), 100.0)
-    finally:
-        for module, start in zip(modules, starts, strict=True):
-            module.launch = start  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_a_tile_that_is_wrong_on_one_rank_is_never_timed(pool: RankPool, op: str) -> None:
-    found = pool.run(planted, op, world_size=2)[0]
+def test_a_tile_that_is_wrong_on_one_rank_is_never_timed(pool: RankPool) -> None:
+    found = pool.run(planted, "all_gather_matmul", world_size=2)[0]
     others = {name for name in found.refused if not name.startswith("64x64x64")}
     assert others
     assert all("rank 1" in found.refused[name] for name in others)
@@ -231,37 +216,31 @@ def test_a_tile_that_is_wrong_on_one_rank_is_never_timed(pool: RankPool, op: str
 
 def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that nothing is measured, and keeps nothing."""
-    monkeypatch.setattr(tune_kernels, "search", None)
-    asked: list[Case] = []
+    asked: list[tuple[int, int, int]] = []
 
     def tuned_cases(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
-        asked.extend(cases)
+        asked.extend((each.M, each.N, each.K) for each in cases)
         done(tune_kernels.TileSearch(cases[0], "a", "a", None, 1.0, 1.0, 1.0))
         return cases[1:]
 
+    monkeypatch.setattr(tune_kernels, "search", None)
     monkeypatch.setattr(tune_kernels, "tune_kernels", tuned_cases)
     out = tmp_path / "tuning.json"
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--kernels", "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "nothing is kept" in result.output
-    assert "2 of 3 sizes were not reached" in result.output
-    assert not out.exists()
-    assert {(each.M, each.N, each.K) for each in asked} == {cli_tune.TINY}
-    asked.clear()
-    given = ["--shape", "24,20,16", "--shape", "48,20,16", "--world-size", "2", "--out", str(out)]
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--kernels", *given])
-    assert result.exit_code == 0, result.output
-    assert {(each.M, each.N, each.K) for each in asked} == {(24, 20, 16), (48, 20, 16)}
-    wrong = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--model", "llama3-8b"])
-    assert wrong.exit_code == 2
-    assert "are for --kernels" in " ".join(wrong.output.split())
+    for given, sizes, code, said in (
+        (["--kernels"], {cli_tune.TINY}, 0, "2 of 3 sizes were not reached"),
+        (["--kernels", *SHAPES, "--world-size", "2"], {(24, 20, 16), (48, 20, 16)}, 0, "nothing is kept"),
+        (["--model", "llama3-8b"], set(), 2, "are for --kernels"),
+    ):
+        asked.clear()
+        assert said in folded(command("tune", *given, "--out", out, code=code))
+        assert set(asked) == sizes
+        assert not out.exists()
 
 
 def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: cut off behind the first size, the command goes on with the second."""
     cases = [Case("all_gather_matmul", rows, 80, 48, "bfloat16", 2) for rows in (64, 512)]
     out, searched = tmp_path / "tuning.json", []
-    console = Console(quiet=True)
 
     def tune(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
         searched.append(cases)
@@ -272,15 +251,8 @@ def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, m
     machine = tuning.identity() | {"num_gpus": 2}
     monkeypatch.setattr(tuning, "identity", lambda: machine)
     for _ in range(3):
-        cli_tune.tune_tiles(cases, out, machine, seconds=1, again=False, console=console)
+        cli_tune.tune_tiles(cases, out, machine, seconds=1, again=False, console=Console(quiet=True))
     assert searched == [cases, cases[1:]]
     known, _, _ = tuning.load(out)
     assert known is not None
     assert [(each.rows, each.cols, each.third) for each in known.kernels] == [(64, 48, 40), (512, 48, 40)]
-
-
-def test_pushers_that_were_measured() -> None:
-    from fusedtp.schedules import producer
-
-    ws = SimpleNamespace(device=torch.device("cuda"), hardware=None, world_size=8)
-    assert producer.with_pushers(ws, Config(measured_pushers=4)).pushers == 4  # type: ignore[arg-type]
