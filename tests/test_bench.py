@@ -35,7 +35,8 @@ SCHEDULES = schedules(GPUS)
 VARIANTS = ("matmul", *SCHEDULES)
 RATIOS = keys_of(cases(GPUS), SCHEDULES)
 KEYS = [*RATIOS, *schedule_means(dict.fromkeys(RATIOS, 1.0)), "matmul"]
-
+# Rows by variant of every case.
+Launched = dict[Tracked, dict[str, Measurement]]
 
 # A timer that moves only by what ranks have measured.
 STOPWATCH = {"seconds": 0.0}
@@ -52,43 +53,41 @@ def together(turns: Sequence[Outcome]) -> Outcome:
     return wrong[0] if wrong else replace(turns[0], timing=Timing.of(rounds_ms))
 
 
-def launch() -> dict[Tracked, list[Measurement]]:
+def launch() -> Launched:
     """Rows of every case, on fresh ranks; not the tests' pool: its ranks fill all fresh memory, which takes time."""
-    num_ranks, plant = (
-        max(each.case.world_size for each in cases(GPUS)),
-        planted(os.environ.get("FUSEDTP_PLANT", ""), SCHEDULES),
-    )
-    found: dict[Tracked, list[list[Outcome]]] = {each: [] for each in cases(GPUS)}
+    tracked, plant = cases(GPUS), planted(os.environ.get("FUSEDTP_PLANT", ""), SCHEDULES)
+    num_ranks = max(each.case.world_size for each in tracked)
+    found: dict[Tracked, list[list[Outcome]]] = {each: [] for each in tracked}
     with RankPool(num_ranks, timeout=CALL_SECONDS, env=rank_environment(GPUS, num_ranks)) as pool:
-        for each in (each for _ in range(PASSES) for each in found):
+        for each in tracked * PASSES:
             job = Job(each.case, VARIANTS, True, rounds=ROUNDS, directions=(each.direction,), num_gpus=GPUS)
             found[each].append(pool.run(run_job, job, plant, world_size=each.case.world_size)[0])
     return {
-        each: rows_of(each.case, map(together, zip(*turns, strict=True)), describe()) for each, turns in found.items()
+        each: {row.variant: row for row in rows_of(each.case, map(together, zip(*turns, strict=True)), describe())}
+        for each, turns in found.items()
     }
 
 
 @pytest.fixture(scope="module")
-def launches() -> list[dict[Tracked, dict[str, Measurement]]]:
+def launches() -> list[Launched]:
     found = [launch() for _ in range(LAUNCHES)]
-    wrong = [
-        f"{row.variant}: {row.gate}" for launched in found for rows in launched.values() for row in rows if row.failed
-    ]
+    all_rows = [row for launched in found for rows in launched.values() for row in rows.values()]
+    wrong = [f"{row.variant}: {row.gate}" for row in all_rows if row.failed]
     assert not wrong
-    return [{each: {row.variant: row for row in rows} for each, rows in launched.items()} for launched in found]
+    return found
 
 
 @pytest.fixture(scope="module")
-def samples(launches: list[dict[Tracked, dict[str, Measurement]]]) -> dict[str, list[float]]:
+def samples(launches: list[Launched]) -> dict[str, list[float]]:
     """Ratios, and the matmul alone in seconds."""
-    seconds = [
-        {
+
+    def seconds(launched: Launched) -> dict[Tracked, dict[str, list[float]]]:
+        return {
             each: {name: [ms / 1e3 for ms in row.rounds_ms] for name, row in rows.items()}
             for each, rows in launched.items()
         }
-        for launched in launches
-    ]
-    return samples_of(seconds, SCHEDULES)
+
+    return samples_of(list(map(seconds, launches)), SCHEDULES)
 
 
 def replay(benchmark: Any, values: Sequence[float]) -> None:
@@ -106,9 +105,7 @@ def replay(benchmark: Any, values: Sequence[float]) -> None:
 @pytest.mark.parametrize(
     ("tracked", "variant"), [pytest.param(each, name, id=each.id(name)) for each in cases(GPUS) for name in VARIANTS]
 )
-def test_variant(
-    benchmark: Any, launches: list[dict[Tracked, dict[str, Measurement]]], tracked: Tracked, variant: str
-) -> None:
+def test_variant(benchmark: Any, launches: list[Launched], tracked: Tracked, variant: str) -> None:
     rows = [launched[tracked][variant] for launched in launches]
     benchmark.group = f"{tracked.case}, {tracked.direction}"
     benchmark.extra_info |= asdict(rows[-1])

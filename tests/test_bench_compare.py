@@ -10,13 +10,13 @@ from statistics import geometric_mean
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fusedtp.bench import store
-from fusedtp.bench.cli import app
 from fusedtp.bench.compare import compare, conditions
 from fusedtp.bench.intervals import Interval, Timing, measured, ratio
 from fusedtp.bench.store import Measurement
+
+from .command import command, folded
 
 MakeRow = Callable[..., Measurement]
 SIZES = (256, 512, 1024, 2048, 4096)
@@ -124,51 +124,31 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
     assert conditions([base], [replace(base, threads=2)]) == ["threads: 0 in A, 2 in B"]
 
 
-def invoke(*arguments: object) -> tuple[int, str]:
-    """The exit code, and what is said without frames and folds."""
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *map(str, arguments)])
-    return done.exit_code, " ".join(done.output.replace("\u2502", " ").split())
-
-
 def test_command(make_row: MakeRow, tmp_path: Path) -> None:
-    a, b, elsewhere, untimed = (tmp_path / f"{name}.csv" for name in ("a", "b", "elsewhere", "untimed"))
-    store.write(a, run(make_row, 3))
-    slower = run(make_row, 4, slow=1.3)
-    store.write(b, [*slower, make_row(median_ms=1.0, M=3)])
-    store.write(elsewhere, [replace(row, machine="cpu-other-8c") for row in slower])
-    store.write(untimed, [])
-    for arguments, code, texts in (
-        ((a, b), 0, ("slower in B: 15", "15 compared: 15 slower, 0 faster", "only in B: all-gather + matmul 3 x 1024")),
-        ((a, b, "--absolute"), 0, ("30 compared",)),
-        ((a, a, "--all"), 0, ("no significant difference in B",)),
-        ((a, elsewhere), 2, ("give --across-machines",)),
-        ((a, elsewhere, "--across-machines"), 0, ("Warning",)),
-        ((a, untimed), 2, (f"there is no time to compare in {untimed}",)),
+    before, after = run(make_row, 3), run(make_row, 4, slow=1.3)
+    decomposed = [row for row in before if row.variant == "decomposed"]
+    nothing = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "total_ms"), None) | {"rounds": 0, "rounds_ms": ()}
+    files = {
+        "a": before, "b": [*after, make_row(median_ms=1.0, M=3)], "untimed": [], "alone": decomposed,
+        "elsewhere": [replace(row, machine="cpu-other-8c") for row in after],
+        "other": [replace(row, M=row.M + 1, variant="fused") for row in before[::2]],
+        "refused": [row if row.variant == "unfused" else replace(row, gate="wrong", **nothing) for row in before],
+    }  # fmt: skip
+    for name, rows in files.items():
+        store.write(tmp_path / f"{name}.csv", rows)
+    for line, code, texts in (
+        ("a b", 0, ("slower in B: 15", "15 compared: 15 slower, 0 faster", "only in B: all-gather + matmul 3 x 1024")),
+        ("a b --absolute", 0, ("30 compared",)),
+        ("a a --all", 0, ("no significant difference in B",)),
+        ("a elsewhere", 2, ("give --across-machines",)),
+        ("a elsewhere --across-machines", 0, ("Warning",)),
+        ("a untimed", 2, (f"there is no time to compare in {tmp_path}/untimed.csv",)),
+        # What is not in both is counted, and listed where that is asked for.
+        ("a other", 2, ("30 in A, 15 in B, 0 in both", "only in A: 30 rows; --all", "only in B: 15 rows; --all")),
+        ("a other --all", 2, ("only in A: all-gather + matmul 256 x 1024",)),
+        ("a refused", 2, ("timed in A, not in B (wrong): 15 rows; --all lists", "30 in A, 15 in B, 15 in both")),
+        ("alone alone", 2, ("no time of unfused in the same case, compared with --absolute only: 15",)),
     ):
-        found, said = invoke(*arguments)
-        assert found == code, said
+        given = [word if word.startswith("--") else tmp_path / f"{word}.csv" for word in line.split()]
+        said = folded(command("compare", *given, code=code))
         assert all(text in said for text in texts), said
-
-
-def test_rows_that_are_not_compared_are_counted_by_their_reason(make_row: MakeRow, tmp_path: Path) -> None:
-    a, b, both = tmp_path / "a.csv", tmp_path / "b.csv", run(make_row, 3)
-    store.write(a, both)
-    other = [replace(row, M=row.M + 1, world_size=4, direction="both", variant="fused") for row in both[::2]]
-    store.write(b, other)
-    code, said = invoke(a, b)
-    assert code == 2
-    for text in ("30 in A, 15 in B, 0 in both", "only in A: 30 rows; --all lists", "only in B: 15 rows; --all lists"):
-        assert text in said
-    assert "all-gather + matmul" not in said
-    assert invoke(a, b, "--all")[1].count("only in A: all-gather + matmul") == 10
-    store.write(b, [replace(row, machine="cpu-other-8c") for row in other])
-    assert "Timed rows: 30 in A, 15 in B, 0 in both" in invoke(a, b)[1]
-    unfused, alone = ([row for row in both if (row.variant == "unfused") == is_base] for is_base in (True, False))
-    nothing = dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "total_ms"), None)
-    store.write(b, [*unfused, *(replace(row, rounds=0, rounds_ms=(), gate="wrong", **nothing) for row in alone)])
-    said = invoke(a, b)[1]
-    assert "timed in A, not in B (wrong): 15 rows; --all lists them" in said
-    assert "Timed rows: 30 in A, 15 in B, 15 in both (same case and variant)." in said
-    for path in (a, b):
-        store.write(path, alone)
-    assert "no time of unfused in the same case, compared with --absolute only: 15" in invoke(a, b)[1]
