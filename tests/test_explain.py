@@ -48,7 +48,7 @@ def test_formulas_without_sizes() -> None:
     ]
     assert found.phases[0].sent is None
     assert found.phases[0].flops is None
-    assert "all-gather w over dp along K                (dp-1) * K/dp * N/tp elements" in str(found)
+    assert "all-gather w over dp along K         (dp-1) * K/dp * N/tp elements" in str(found)
     amounts = [line.amount for line in explain("row-parallel, y whole").phases[0].lines]
     assert amounts == ["2 * M * K/X * N FLOP", "2 (X-1)/X * M * N elements"]
 
