@@ -118,7 +118,7 @@ class Explanation:
         parts = ["\n".join(map(_wrapped, filter(None, (str(self.spec), self.given, _WORDS)))), *map(str, self.phases)]
         sent, num_flops = (_total([getattr(phase, name) for phase in self.phases]) for name in ("sent", "flops"))
         if sent is not None and num_flops is not None:
-            parts.append(f"All three: each rank sends {quantity(sent, 'B')} and computes {quantity(num_flops, 'FLOP')}.")
+            parts.append(f"In all, each rank sends {quantity(sent, 'B')} and computes {quantity(num_flops, 'FLOP')}.")
         return "\n\n".join([*parts, *map(_wrapped, self.notes)])
 
 

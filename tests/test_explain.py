@@ -23,7 +23,9 @@ def test_bytes_and_flops() -> None:
     assert found.given == "M=8192 K=4096 N=28672, mesh X=8, bfloat16"
     forward = str(found).split("\n\n")[1]
     assert re.search(r"all-gather x over X along M, fused +58\.72 MB\n +matmul y, fused +240\.5 GFLOP", forward)
+    assert re.search(r"\n +total +58\.72 MB +240\.5 GFLOP\n", forward)
     assert str(found).endswith(": all-gather x over X along M")
+    assert max(map(len, str(found).split("\n"))) < 80
 
 
 def test_all_reduce_sends_two_shares() -> None:
