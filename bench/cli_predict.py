@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,17 +154,18 @@ def show_hardware(console: Console) -> None:
     from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
-    from .tables import CellTable
-
+    # An address stays whole, as long as it is.
+    wrapped = partial(
+        textwrap.fill, width=console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
     for machine in HARDWARE.values():
-        values = {name: getattr(machine, name) for name in NUMBERS if getattr(machine, name) is not None}
-        rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in values["matrix_tflops"].items())
-        lines = [
-            {"number": name, "value": rates if name == "matrix_tflops" else f"{value:g}",
-             "source": machine.sources[name]}
-            for name, value in values.items()
-        ]  # fmt: skip
-        CellTable.of("hardware", f"{machine.name}: {machine.title}", lines).print(console)
+        console.print(f"{machine.name}: {machine.title}", style="bold")
+        for name in NUMBERS:
+            value = getattr(machine, name)
+            if name == "matrix_tflops":
+                value = ", ".join(f"{dtype} {rate:g}" for dtype, rate in value.items())
+            if value is not None:
+                typer.echo(wrapped(f"{name} {value}: {machine.sources[name]}"))
         console.print()
     console.print(f"ops: {', '.join(OPS)}")
 
