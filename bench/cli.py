@@ -158,7 +158,7 @@ def sweep(
     for text in providers.found().warnings:
         console.print(f"warning: {text}", style="yellow")
     if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
-        console.print(f"Kernels are checked, not timed, at {' and '.join(sizes)}: even and odd sizes take other code")
+        console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
     kept = f"the rows of what had ended are in {path}, `fusedtp report {path}` shows them"
     with arguments.progress(

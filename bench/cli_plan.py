@@ -190,9 +190,9 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
                 rows: list[Any] = found
                 sent += share_sent * sum(getattr(row, "out_features", None) or row.nf for row in rows)
     console.print("\nR is Replicate(): every rank has all; S(d) is Shard(d): split along dim d. Styles:")
-    for kind in dict.fromkeys(type(style) for each in styles.values() for style in each):
-        first = (kind.__doc__ or "").partition("\n")[0].removeprefix("Style ")
-        console.print(f"- {kind.__name__}: {first}")
+    for made in dict.fromkeys(type(style) for each in styles.values() for style in each):
+        first = (made.__doc__ or "").partition("\n")[0].removeprefix("Style ")
+        console.print(f"- {made.__name__}: {first}")
     dtype = next(model.parameters()).dtype
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())

@@ -220,7 +220,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
         # The curves are the same: wide lines below narrow ones show all.
         for width, (name, losses) in zip((7.0, 4.5, 2.5, 1.0), curves.items(), strict=False):
             colour = theme.colour("line" if name == reference else name.rpartition(" ")[2])
-            short = f", {len(losses)} steps: interpreted, slow" if len(losses) < len(curves[reference]) else ""
+            short = f", to step {len(losses)}: interpreted, slow" if len(losses) < len(curves[reference]) else ""
             steps = range(1, len(losses) + 1)
             left.plot(steps, losses, label=f"{name}{short}", color=colour, linewidth=width)
             if name != reference:
