@@ -214,7 +214,9 @@ def train(
     # Each starts ranks of its own.
     sizes = (1, 2, 4)
     planned += [(f"log-probabilities on {ranks(size)}", 6.0) for size in sizes]
-    with arguments.progress(console, planned, f"{csv} is written once its {len(planned) - 3} runs have ended") as done:
+    num_runs = len(planned) - len(sizes)
+    console.print(f"{num_runs} runs of training, then log-probabilities on 1, 2 and 4 ranks: the same bits?")
+    with arguments.progress(console, planned, f"{csv} is written once its {num_runs} runs have ended") as done:
         curves = training.compare(settings, min(fused_steps, steps), folder, done)
         bits = training.compare_bits(training.of_order(order), sizes, done)
     reference, *_ = curves.values()
