@@ -157,6 +157,8 @@ def sweep(
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
     for text in providers.found().warnings:
         console.print(f"warning: {text}", style="yellow")
+    if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
+        console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
     kept = f"the rows of what had ended are in {path}, `fusedtp report {path}` shows them"
     with arguments.progress(
@@ -206,20 +208,23 @@ def train(
     settings, csv = training.Training(steps=steps, order=order), folder / "train.csv"
     seconds = {"process": 0.05, "fused": 3.0}
     planned = [
-        (f"{name}, {num} steps", num * seconds.get(name.rpartition(" ")[2], 0.2))
+        (f"{name}, {num} step{'s' * (num != 1)}", num * seconds.get(name.rpartition(" ")[2], 0.2))
         for name, num in training.runs(settings, min(fused_steps, steps)).items()
     ]
-    with arguments.progress(console, planned, f"{csv} is as it was") as done:
+    # Each starts ranks of its own.
+    sizes = (1, 2, 4)
+    planned += [(f"log-probabilities on {ranks(size)}", 6.0) for size in sizes]
+    num_runs = len(planned) - len(sizes)
+    console.print(f"{num_runs} runs of training, then log-probabilities on 1, 2 and 4 ranks: the same bits?")
+    with arguments.progress(console, planned, f"{csv} is written once its {num_runs} runs have ended") as done:
         curves = training.compare(settings, min(fused_steps, steps), folder, done)
+        bits = training.compare_bits(training.of_order(order), sizes, done)
     reference, *_ = curves.values()
     for name, losses in curves.items():
         far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
-        console.print(f"{name:24} {len(losses):3} steps  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
+        count = f"{len(losses):3} step{'s' * (len(losses) != 1)}"
+        console.print(f"{name:24} {count:9}  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
     console.print(f"curves: {csv}, picture: {csv.stem}.png", soft_wrap=True)
-    sizes = (1, 2, 4)
-    planned = [(f"log-probabilities on {ranks(size)}", 10.0) for size in sizes]
-    with arguments.progress(console, planned, f"the curves are in {csv}") as done:
-        bits = training.compare_bits(training.of_order(order), sizes, done)
     for num_ranks, batch, same, far in bits:
         told = "the same bits" if same else f"other bits, off by {far:.1e}"
         console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {told}")

@@ -143,15 +143,15 @@ def _bounded() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ends, begun_kib = time.monotonic() + _MOST_SECONDS, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Time of the CPU: a busy machine takes longer for the same modules.
+    ends, begun_kib = time.process_time() + _MOST_SECONDS, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     late = TimeoutError(
-        f"fusedtp plan ends after {_MOST_SECONDS} s, and the model's modules are not made within {_MOST_SECONDS} s: a "
-        "busy machine can be why, as well as a configuration of very many modules"
+        f"the model's modules are not made within {_MOST_SECONDS} s of CPU time: the configuration may have very many"
     )
 
     def look(*_: object) -> None:
-        if time.monotonic() > ends:
+        if time.process_time() > ends:
             raise late
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun_kib > _MOST_KIB:
             raise MemoryError(f"the model's modules alone take more than {_MOST_KIB} KiB")
@@ -162,7 +162,7 @@ def _bounded() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if time.monotonic() > ends:
+        if time.process_time() > ends:
             raise late from error
         raise
     finally:
@@ -173,20 +173,36 @@ def _bounded() -> Iterator[None]:
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
     from rich.padding import Padding
 
+    from fusedtp import FusedRowwiseParallel
     from fusedtp.styles.decoders import matching, told, whole
 
     console = arguments.console()
     console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
+    sent, share_sent = 0.0, 2 * (world_size - 1) / world_size
     for pattern, each in styles.items():
         found = [module for _, module in matching(model, pattern)]
         # What is packed is taken apart first; its parts are not there yet.
-        kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed one"
+        kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed linear"
         console.print(f"{pattern or 'the model'}: {kind}")
         for style in each:
             console.print(Padding(repr(style), (0, 0, 0, 4), expand=False))
+            if isinstance(style, FusedRowwiseParallel):
+                rows: list[Any] = found
+                sent += share_sent * sum(getattr(row, "out_features", None) or row.nf for row in rows)
+    console.print("\nR is Replicate(): every rank has all; S(d) is Shard(d): split along dim d. Styles:")
+    for made in dict.fromkeys(type(style) for each in styles.values() for style in each):
+        first = (made.__doc__ or "").partition("\n")[0].removeprefix("Style ")
+        console.print(f"- {made.__name__}: {first}")
+    dtype = next(model.parameters()).dtype
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
     each_gb = num_bytes * (share + (1 - share) / world_size) / 1e9
-    console.print(f"Parameters: {num_bytes / 1e9:.3g} GB in all, about {each_gb:.3g} GB on each of {world_size} ranks.")
+    name = str(dtype).removeprefix("torch.")
+    console.print(
+        f"\nParameters, {name}: {num_bytes / 1e9:.3g} GB in all, about {each_gb:.3g} GB on each of {world_size} ranks, "
+        f"{4 * each_gb:.3g} GB with gradients and AdamW's two moments."
+    )
+    if sent:
+        console.print(f"Each rank sends about {sent * dtype.itemsize / 1e6:.3g} MB for each token in forward.")
     if left:
         console.print(told(left))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
 
     from fusedtp.cost.hardware import Hardware
     from fusedtp.cost.model import Prediction
-    from fusedtp.explain import Explanation
 
     from .tables import CellTable
 
@@ -153,17 +154,18 @@ def show_hardware(console: Console) -> None:
     from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
-    from .tables import CellTable
-
+    # An address stays whole, as long as it is.
+    wrapped = partial(
+        textwrap.fill, width=console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
     for machine in HARDWARE.values():
-        values = {name: getattr(machine, name) for name in NUMBERS if getattr(machine, name) is not None}
-        rates = ", ".join(f"{dtype} {rate:g}" for dtype, rate in values["matrix_tflops"].items())
-        lines = [
-            {"number": name, "value": rates if name == "matrix_tflops" else f"{value:g}",
-             "source": machine.sources[name]}
-            for name, value in values.items()
-        ]  # fmt: skip
-        CellTable.of("hardware", f"{machine.name}: {machine.title}", lines).print(console)
+        console.print(f"{machine.name}: {machine.title}", style="bold")
+        for name in NUMBERS:
+            value = getattr(machine, name)
+            if name == "matrix_tflops":
+                value = ", ".join(f"{dtype} {rate:g}" for dtype, rate in value.items())
+            if value is not None:
+                typer.echo(wrapped(f"{name} {value}: {machine.sources[name]}"))
         console.print()
     console.print(f"ops: {', '.join(OPS)}")
 
@@ -196,43 +198,4 @@ def explain(
     except (ValueError, TypeError) as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error
-    _explained(found, arguments.console())
-
-
-def _explained(found: Explanation, console: Console) -> None:
-    # A table for each of the three matmuls with its total and its reason, then the totals of all.
-    from fusedtp.sharding.routes import quantity
-
-    from .tables import CellTable
-
-    def amounts(sent: int | None, flops: int | None) -> dict[str, str]:
-        return {"a rank\nsends": quantity(sent, "B") if sent else "",
-                "a rank\ncomputes": quantity(flops, "FLOP") if flops else ""}  # fmt: skip
-
-    console.print(f"{found.spec}\n{found.given}".strip())
-    for phase in found.phases:
-        console.print()
-        lines: list[dict[str, Any]] = []
-        together = ""
-        for line in phase.lines:
-            cells: dict[str, Any] = {"step": f"{line.step}{', fused' * line.step.fused}"}
-            cells |= {"a rank sends or computes": line.amount} if line.sent is None else amounts(line.sent, line.flops)
-            if line.predicted is not None:
-                is_matmul = not line.step.is_collective
-                cells["alone\nus"] = line.predicted.matmul_us if is_matmul else line.predicted.comm_us
-                if is_matmul and line.step.fused:
-                    together = ", ".join(f"{name} {us:.1f} us" for name, us in line.predicted.times.items())
-            lines.append(cells)
-        if phase.sent is not None and len(lines) > 1:
-            us = [cells["alone\nus"] for cells in lines if "alone\nus" in cells]
-            lines.append({"step": "total", **amounts(phase.sent, phase.flops), "alone\nus": sum(us) if us else None})
-        CellTable.of("phase", f"{phase.formula}: {phase.notation}", lines).print(console)
-        if together:
-            console.print(f"matmul and collective together: {together}")
-        console.print(f"Taken: {phase.reason}.")
-    if all(phase.sent is not None for phase in found.phases):
-        sent, flops = (sum(getattr(phase, name) for phase in found.phases) for name in ("sent", "flops"))
-        total = f"{quantity(sent, 'B')} and computes {quantity(flops, 'FLOP')}"
-        console.print(f"\nIn all: a rank sends {total}, forward and backward.")
-    for note in found.notes:
-        console.print(note)
+    typer.echo(str(found))

@@ -299,7 +299,7 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
         {
             "op": each.op, "ranks": each.world_size, "dtype": each.dtype, "travels": f"{each.rows} x {each.cols}",
             "third": each.third, "the table's\nms": each.usual_ms, "fastest\nms": each.ms,
-            "by": f"{each.faster:.2f}x" if each.choice else "nothing",
+            "by": "no difference" if not each.choice or each.faster < 1.005 else f"{each.faster:.2f}x",
             "tile": str(of_fields(each.choice)) if each.choice else "the table's",
         }
         for each in tuned

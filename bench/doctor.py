@@ -44,7 +44,7 @@ def examine(console: Console, *, providers: bool = False) -> None:
         from .providers import listing
 
         show(console, "Providers", listing(found.num_gpus))
-    console.print(found.verdict, soft_wrap=True)
+    console.print(found.verdict)
 
 
 def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:

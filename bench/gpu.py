@@ -552,7 +552,8 @@ def run_all(items: Sequence[str], out: Path, end: float, *, dry_run: bool, commi
     with forks.kept():
         # Behind an item that is told first, if it compiles little itself.
         place = 0 if PLAN[items[0]].compiles else 1
-        for item in (*items[:place], KERNELS, *items[place:]):
+        todo = [*items[:place], KERNELS, *items[place:]]
+        for number, item in enumerate(todo, 1):
             rows, begin = RowsFile(out / f"gpu-{item}.csv", shared), time.monotonic()
             before = rows.path.stat().st_size
             if item == KERNELS:
@@ -563,7 +564,10 @@ def run_all(items: Sequence[str], out: Path, end: float, *, dry_run: bool, commi
                 file.seek(before)
                 counts = Counter(row["status"] for row in csv.DictReader(file, COLUMNS))
             told = ", ".join(f"{count} {status}" for status, count in counts.items())
-            print(f"{item:9} {told}; {time.monotonic() - begin:.0f} s; {rows.path}", flush=True)
+            later = sum(COMPILE_SECONDS if each == KERNELS else PLAN[each].seconds for each in todo[number:])
+            left = arguments.duration(max(0.0, min(later, end - time.monotonic())))
+            seconds = arguments.duration(time.monotonic() - begin)
+            print(f"{item:9} {told}; {seconds}, at most {left} left; {rows.path}", flush=True)
             total += counts
     return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ INTERPRET = ("TRITON_INTERPRET", "1")
 JOB_SECONDS = 180.0
 SLOW_FLOPS = 1e10
 # Of a core that has nothing else to do, or of a GPU in float64.
-FAST_FLOPS = 4e10
+FAST_FLOPS = 6e10
 # A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
 # the gate.
 LONG_FLOPS = 1e11
@@ -237,10 +238,19 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
 
 
 def estimate(job: Job) -> float:
-    """About how many seconds a job takes: its rounds, and beside them what runs for the gate."""
-    calls = sum(len(job.variants_of(each)) * (1 if job.is_long else 2) + 3 for each in job.directions)
-    rounds = sum(job.seconds for _ in job.directions) if job.timed else 0.0
-    return rounds + 1.0 * len(job.directions) + calls * flops(job.case, "forward") / FAST_FLOPS
+    """About how many seconds a job takes: the calls and float64 products of the gate, then the rounds."""
+    from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
+
+    # Ranks that outnumber the cores take turns.
+    turns = 1.0 if job.num_gpus else max(1.0, job.case.world_size / len(os.sched_getaffinity(0)))
+    total = 0.0
+    for direction in job.directions:
+        count, call = len(job.variants_of(direction)), turns * flops(job.case, direction) / FAST_FLOPS
+        total += 1.0 + (count * (1 if job.is_long else 2) + 3) * call
+        if job.timed:
+            least = job.rounds or (LONG_ROUNDS if count * call > LONG_SECONDS else MIN_ROUNDS)
+            total += job.seconds if job.num_gpus else max(job.seconds, least * count * call)
+    return total
 
 
 def seconds_of(job: Job) -> float:

@@ -23,6 +23,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ from .machine import Machine, describe
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
 SCHEDULE_LIMIT, CASE_LIMIT = 1.12, 1.25
 LAUNCHES, BASELINE_LAUNCHES = 4, 4
+# Of a launch on two cores that do nothing else.
+LAUNCH_SECONDS = 30.0
 # A matmul that takes so many times as long as the baseline's is worth a remark where something is slower.
 BUSY = 1.5
 BENCHMARKS = Path("tests/test_bench.py")
@@ -235,7 +238,7 @@ def judge(now: Measured, baseline: Measured) -> dict[str, float]:
 
 def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]) -> dict[str, float]:
     """Launch until nothing is over its limit in all launches, at most LAUNCHES times; return the least times."""
-    baseline = read(path, machine)
+    baseline, begin = read(path, machine), time.monotonic()
     least: dict[str, float] = {}
     for number in range(1, LAUNCHES + 1):
         with TemporaryDirectory() as folder:
@@ -246,7 +249,8 @@ def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]
         if not excess(least):
             break
         over = ", ".join(f"{name} {by:.2f}" for name, by in excess(least).items())
-        say(f"over the limit in {number} of {LAUNCHES} launches: {over}")
+        left = arguments.duration((LAUNCHES - number) * (time.monotonic() - begin) / number)
+        say(f"over the limit in {number} of {LAUNCHES} launches: {over}; at most {left} left")
     return least
 
 
@@ -295,6 +299,7 @@ def regress(
     gpus, machine = num_gpus(), describe()
     path = baseline or out / machine.name / "regress.json"
     failures: list[dict[str, float]] = []
+    begin = time.monotonic()
     try:
         factors = planted(plant, schedules(gpus))
         if factors and save_baseline:
@@ -307,17 +312,21 @@ def regress(
         stored = read(path, machine) if path.exists() else None
         if stored is None or save_baseline:
             typer.echo(f"{'new' if stored else 'no'} baseline for {machine.name}: measuring one, then {path}")
+            typer.echo(f"about {arguments.duration(BASELINE_LAUNCHES * LAUNCH_SECONDS)}")
             save(path, machine, typer.echo)
             return
         typer.echo(f"baseline: {path}, {stored.about}")
         check_cases(stored, keys_of(cases(gpus), schedules(gpus)))
+        each = arguments.duration(LAUNCH_SECONDS)
+        typer.echo(f"1 to {LAUNCHES} launches, about {each} each: more than one if something is slower")
         for number in range(1, repeat + 1):
             found = compare(path, machine, plant, typer.echo)
             for name, by in found.items():
                 typer.echo(f"{by:6.3f} of {limit(name):g} {'SLOWER' if by > limit(name) else '      '} {name}")
             failures += [found] if excess(found) else []
             if repeat > 1:
-                typer.echo(f"{number - len(failures)} of {number} passed")
+                left = arguments.duration((repeat - number) * (time.monotonic() - begin) / number)
+                typer.echo(f"{number - len(failures)} of {number} passed, about {left} left")
     except ValueError as error:
         typer.echo(f"{error}", err=True)
         raise typer.Exit(2) from error

@@ -222,14 +222,14 @@ def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
     )  # fmt: skip
 
 
-# Of a kind of time, what a schedule that spends more of it than unfused is slower by.
+# Why a schedule is slower than unfused, by the kind of time that it spends more of.
 _REASONS = {
-    "multiply": "multiplying took {own} ms against {other}: the same arithmetic, so either chunks multiply more "
-    "slowly here than the whole, or the machine did something else meanwhile",
+    "multiply": "multiplying took {own} ms, in unfused {other}: the arithmetic is the same, so chunks multiply more "
+    "slowly here than the whole, or the machine was disturbed",
     "wait": "waiting for the others' chunks took {own} ms",
     "sending": "copying took {own} ms, the collective of unfused {other}",
-    "add": "adding up partial results took {own} ms against {other}",
-    "": "what lies between its parts, the host's own work or a late beginning, took {own} ms against {other}",
+    "add": "adding partial results took {own} ms, in unfused {other}",
+    "": "host work between the parts, or a late start, took {own} ms, in unfused {other}",
 }
 
 
@@ -249,7 +249,7 @@ def remarks(found: Timeline) -> list[str]:
             why = _REASONS[most].format(own=milliseconds(own[most]), other=milliseconds(other[most]))
             times = f"{milliseconds(own_ms)} ms, {BASELINE} {milliseconds(other_ms)}"
             slower = f"{schedule} is slower than {BASELINE} in the calls shown, {times}"
-            lines.append(f"{slower}. The largest part of the difference, of the rank that ends last: {why}.")
+            lines.append(f"{slower}. Most of the difference, on the rank that ends last: {why}.")
         calls, base = found.calls(schedule), found.calls(BASELINE)
         if calls and base and calls.rounds > 1:
             of = ratio(calls, base)

@@ -7,6 +7,7 @@ the cost model predicts a time for every step.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -30,6 +31,10 @@ NAMED = {
     "data-parallel": "[M_X, K] @ [K, N] -> [M_X, N]",
 }
 
+_WORDS = (
+    "over: the mesh axis whose ranks communicate; along: the dim that is gathered or split; fused: the collective and "
+    "its matmul are one op"
+)
 _FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
 
 
@@ -49,30 +54,19 @@ class Line:
     predicted: Prediction | None = None
 
     def __str__(self) -> str:
-        text = f"{self.step}, fused" if self.step.fused else str(self.step)
-        if self.sent is None or self.flops is None:
-            return f"{text:<44}{self.amount}".rstrip()
-        numbers = quantity(self.sent, "B") if self.step.is_collective else quantity(self.flops, "FLOP")
-        numbers = f"{numbers:<16}{self.times}".rstrip()
-        return text if self.step.kind == "slice" else f"{text:<44}{numbers}"
+        return f"{self.step}{', fused' * self.step.fused}"
 
     @property
-    def times(self) -> str:
-        """Return the predicted times of this step alone as text, and of a fused matmul by every schedule."""
+    def us(self) -> float | None:
+        """Return the predicted microseconds of this step alone."""
         if self.predicted is None:
-            return ""
-        if self.step.is_collective:
-            return f"predicted alone {self.predicted.comm_us:.1f} us"
-        alone = f"predicted alone {self.predicted.matmul_us:.1f} us"
-        if not self.step.fused:
-            return alone
-        both = (f"{schedule} {time:.1f}" for schedule, time in self.predicted.times.items())
-        return f"{alone}, with its collective {', '.join(both)}"
+            return None
+        return self.predicted.comm_us if self.step.is_collective else self.predicted.matmul_us
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One matmul: its formula, its notation, its steps in the order in which they run, and the reason for them."""
+    """One matmul: its formula, its notation, its steps in the order in which they run, and why these were chosen."""
 
     formula: str
     notation: str
@@ -88,9 +82,27 @@ class Phase:
     def flops(self) -> int | None:
         return _total([line.flops for line in self.lines])
 
+    @property
+    def together(self) -> str:
+        """Return the predicted times of the fused matmul with its collective, by schedule."""
+        for line in self.lines:
+            if line.predicted is not None and line.step.fused and not line.step.is_collective:
+                times = ", ".join(f"{schedule} {us:.1f}" for schedule, us in line.predicted.times.items())
+                return f"Matmul and its collective: {times} us."
+        return ""
+
     def __str__(self) -> str:
-        steps = "".join(f"\n    {line}" for line in self.lines)
-        return f"{self.formula:<16}{self.notation}{steps}\n    ({self.reason})"
+        width = max(len(str(line)) for line in self.lines)
+        if self.sent is None or self.flops is None:
+            rows = [f"{line!s:<{width}}  {line.amount}" for line in self.lines]
+        else:
+            times = [line.us for line in self.lines if line.us is not None]
+            cells = [("each rank", "sends", "computes", "us alone" * bool(times))]
+            cells += [(str(line), *_amounts(line.sent, line.flops, line.us)) for line in self.lines]
+            cells += [("total", *_amounts(self.sent, self.flops, sum(times) or None))]
+            rows = [f"{name:<{width}}{sent:>11}{num_flops:>13}{us:>10}" for name, sent, num_flops, us in cells]
+        lines = [f"{self.formula}: {self.notation}", *(f"  {row}".rstrip() for row in rows), _wrapped(self.reason)]
+        return "\n".join(lines + [self.together] * bool(self.together))
 
 
 @dataclass(frozen=True)
@@ -103,8 +115,11 @@ class Explanation:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        head = f"{self.spec}\n{self.given}" if self.given else str(self.spec)
-        return "\n\n".join([head, *map(str, self.phases), *self.notes])
+        parts = ["\n".join(map(_wrapped, filter(None, (str(self.spec), self.given, _WORDS)))), *map(str, self.phases)]
+        sent, num_flops = (_total([getattr(phase, name) for phase in self.phases]) for name in ("sent", "flops"))
+        if sent is not None and num_flops is not None:
+            parts.append(f"In all, each rank sends {quantity(sent, 'B')} and computes {quantity(num_flops, 'FLOP')}.")
+        return "\n\n".join([*parts, *map(_wrapped, self.notes)])
 
 
 @dataclass(frozen=True)
@@ -173,6 +188,30 @@ def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
 
 
 def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> Phase:
+    notation = f"{matmul.a} @ {matmul.b} -> {matmul.c}"
+    lines = _lines(matmul, sizes, machine, dtype)
+    return Phase(_FORMULAS[matmul.names[2]], notation, lines, _reason(matmul, sizes, dtype))
+
+
+def _reason(matmul: MatmulPlan, sizes: Sizes | None, dtype: str) -> str:
+    """Return by what the steps were chosen, and the way that they were compared with."""
+    steps = ", ".join(map(str, matmul.rejected))
+    if not matmul.rejected:
+        return "These steps are the only way."
+    if sizes is None:
+        return f"Chosen: fewest collectives, as sizes are unknown. Next: {steps}."
+    result = matmul.names[2]
+    before = [step for step in matmul.rejected if step.tensor != result]
+    after = [step for step in matmul.rejected if step.tensor == result]
+    other = replace(matmul, steps=(*before, Step("matmul", result), *after))
+    lines = _lines(other, sizes, None, dtype)
+    sent, num_flops = (sum(getattr(line, name) for line in lines) for name in ("sent", "flops"))
+    num = len(other.collectives)
+    price = f"{quantity(sent, 'B')} in {num} collective{'s' * (num != 1)} and {quantity(num_flops, 'FLOP')}"
+    return f"Chosen: cheapest in bytes, collectives and FLOPs. Compared with {steps}: {price}."
+
+
+def _lines(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> tuple[Line, ...]:
     lines = []
     for step, before, after in matmul.walked:
         predicted = _predicted(matmul, step, before, sizes, machine, dtype) if sizes and machine else None
@@ -184,8 +223,7 @@ def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dt
         else:
             sent = sizes.sent(step, before[0]) if sizes else None
             lines.append(Line(step, _elements(step, before[0], after), sent, 0 if sizes else None, predicted))
-    notation = f"{matmul.a} @ {matmul.b} -> {matmul.c}"
-    return Phase(_FORMULAS[matmul.names[2]], notation, tuple(lines), matmul.reason)
+    return tuple(lines)
 
 
 def _predicted(
@@ -234,10 +272,10 @@ def _length(name: str, axes: tuple[str, ...]) -> str:
 def _notes(plans: Plan) -> tuple[str, ...]:
     notes = []
     if plans.shared:
-        notes.append(f"once for both gradients: {', '.join(map(str, plans.shared))}")
+        notes.append(f"Backward does once for dx and dw: {', '.join(map(str, plans.shared))}")
     if plans.gathered_again:
         again = ", ".join(map(str, plans.gathered_again))
-        notes.append(f"again in backward, only shards being kept: {again}")
+        notes.append(f"Backward gathers again, as only shards are kept: {again}")
     return tuple(notes)
 
 
@@ -254,6 +292,18 @@ def _cell(plans: Plan, matmul: MatmulPlan) -> str:
             text += ", last dim"
         texts.append(f"{text} over {step.axis}" if len(plans.spec.mesh_axes) > 1 else text)
     return "; ".join(texts) or "none"
+
+
+def _amounts(sent: int | None, num_flops: int | None, us: float | None) -> tuple[str, str, str]:
+    return (
+        quantity(sent, "B") if sent else "",
+        quantity(num_flops, "FLOP") if num_flops else "",
+        "" if us is None else f"{us:.1f}",
+    )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 79, break_long_words=False, break_on_hyphens=False)
 
 
 def _total(values: list[int | None]) -> int | None:

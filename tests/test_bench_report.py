@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -220,6 +223,32 @@ def test_what_may_be_wide_scrolls_in_a_box_of_its_own(written: Path) -> None:
     for name in ("scroll", "picture"):
         assert re.search(rf"\.{name}\b[^{{}}]*\{{[^}}]*overflow: auto", text)
     assert "overflow-wrap: anywhere" in text
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_page_in_a_browser_is_no_wider_than_its_window(written: Path, tmp_path: Path, width: int) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
+    report_it = (
+        "const page = this.contentDocument.documentElement, names = this.contentWindow.performance;"
+        "document.title = [page.clientWidth, page.scrollWidth, names.getEntriesByType('resource').length].join(' ')"
+    )
+    page = escape(written.with_suffix(".html").read_text())
+    frame = f'<iframe style="border: 0" width="{width}" height="900" onload="{report_it}" srcdoc="{page}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><title></title>{frame}")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
+    command = [browser, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{tmp_path}/frame.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    title = re.search("<title>(.*)</title>", done.stdout)
+    assert title is not None, done.stderr
+    inner, content, fetched = map(int, title[1].split())
+    assert 0.9 * width < inner <= width
+    assert content <= inner
+    assert fetched == 0
 
 
 def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow) -> None:

@@ -22,7 +22,9 @@ def test_bytes_and_flops() -> None:
     assert found.given == "M=8192 K=4096 N=28672, mesh X=8, bfloat16"
     forward = str(found).split("\n\n")[1]
     assert re.search(r"all-gather x over X along M, fused +58\.72 MB\n +matmul y, fused +240\.5 GFLOP", forward)
+    assert re.search(r"\n +total +58\.72 MB +240\.5 GFLOP\n", forward)
     assert str(found).endswith(": all-gather x over X along M")
+    assert max(map(len, str(found).split("\n"))) < 80
 
 
 def test_all_reduce_sends_two_shares_and_uneven_shards_count_at_the_largest() -> None:
@@ -42,7 +44,7 @@ def test_formulas_without_sizes() -> None:
     ]
     assert found.phases[0].sent is None
     assert found.phases[0].flops is None
-    assert "all-gather w over dp along K                (dp-1) * K/dp * N/tp elements" in str(found)
+    assert "all-gather w over dp along K         (dp-1) * K/dp * N/tp elements" in str(found)
     amounts = [line.amount for line in explain("row-parallel, y whole").phases[0].lines]
     assert amounts == ["2 * M * K/X * N FLOP", "2 (X-1)/X * M * N elements"]
 
