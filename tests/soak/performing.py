@@ -12,6 +12,7 @@ import faulthandler
 import itertools
 import json
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +28,9 @@ from torch.distributed import ProcessGroup
 import fusedtp
 
 from . import strikes
+from .endurance import delay
 from .mixed import Call, Operands
-from .programs import AXES, Step, probe, program
+from .programs import AXES, Step, grows, probe, program
 
 # The budget of calls that nothing is wrong with, ranks being on fewer cores, and of those in which something may be.
 LONG_SECONDS, SHORT_SECONDS = 60.0, 4.0
@@ -65,7 +67,7 @@ class Performer:
     """One rank of a program: its groups, results whose backward pass is still to come, and what came of each step."""
 
     def __init__(self, world: ProcessGroup, seed: int, number: int) -> None:
-        self._world, self._rank = world, world.rank()
+        self._world, self._rank, self._seed = world, world.rank(), seed
         self._name = f"programs/{next(_runs)}/{seed}/{number}"
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._groups: list[ProcessGroup | None] = []
@@ -83,6 +85,7 @@ class Performer:
             group = self._groups[step.axis]
             if group is not None or step.kind == "torch" or of_all(step):
                 faulthandler.dump_traceback_later(WATCH_SECONDS, exit=True)
+                time.sleep(delay(self._seed, self.steps, self._rank))
                 self._step(step, group)
         self._all_backward()
         fusedtp.destroy()
@@ -150,6 +153,7 @@ class Performer:
             fusedtp.destroy(group)
             for number in range(3):
                 call_right(probe(number, group.size()), group)
+            call_right(grows(random.Random(step.call.seed), group.size()), group)
             if step.where < 0.5:
                 fusedtp.destroy(group)
             call_right(step.call, group)
@@ -269,12 +273,18 @@ def wrong(step: Step, everyone: Sequence[Sequence[str]]) -> str:
 
 
 def perform(
-    world: ProcessGroup, seed: int, first: int, count: int, weights: Mapping[str, float], slow: bool
+    world: ProcessGroup,
+    seed: int,
+    first: int,
+    count: int,
+    weights: Mapping[str, float],
+    slow: bool,
+    steady: bool = False,
 ) -> Counter[str]:
     """Programs `first` to `first + count - 1` on this rank. How many steps came out how."""
     counts: Counter[str] = Counter()
     for number in range(first, first + count):
-        steps = program(seed, number, world.size(), weights=weights, slow=slow)
+        steps = program(seed, number, world.size(), weights=weights, slow=slow, steady=steady)
         performer = Performer(world, seed, number)
         performer.tell_pid()
         dist.barrier(world)
