@@ -97,32 +97,25 @@ def test_float8_rows_that_the_host_copies(op: str) -> None:
         assert in_phases(found, op, 2, dtype, small(90, dtype), Schedule(1), "copy").executed
 
 
-@pytest.mark.parametrize("kind", [kind.name for kind in mutants.SCALES])
-def test_a_scale_that_is_late_or_wrong_is_found(kind: str) -> None:
-    dtype = FLOAT8["float8_e4m3fn"]
+@pytest.mark.parametrize(
+    ("dtype", "kinds", "kind"),
+    [
+        *(("float8_e4m3fn", mutants.SCALES, kind.name) for kind in mutants.SCALES),
+        *(("mxfp8", mutants.BLOCK_SCALES, kind.name) for kind in mutants.BLOCK_SCALES),
+    ],
+)
+def test_a_scale_that_is_late_or_wrong_is_found(dtype: str, kinds: tuple[mutants.Kind, ...], kind: str) -> None:
+    ops = ("gather rows", "gather contraction", "scatter rows")[: 3 if ALL and dtype == "mxfp8" else 1]
     with device(90) as found:
-        planted = [
-            each for name, text in mutants.sources(found, "gather rows", dtype).items()
-            for each in mutants.mutants(name, text, mutants.SCALES) if each.kind == kind
-        ]  # fmt: skip
-        assert planted
-        for each in planted if ALL else planted[:1]:
-            assert mutants.find(found, "gather rows", dtype, each, 32 if ALL else 8), each
-
-
-@pytest.mark.parametrize("kind", [kind.name for kind in mutants.BLOCK_SCALES])
-def test_a_block_scale_that_is_wrong_is_found(kind: str) -> None:
-    dtype = FLOAT8["mxfp8"]
-    with device(90) as found:
-        for op in ("gather rows", "gather contraction", "scatter rows")[: 3 if ALL else 1]:
+        for op in ops:
             planted = [
-                each for name, text in mutants.sources(found, op, dtype).items()
-                for each in mutants.mutants(name, text, mutants.BLOCK_SCALES) if each.kind == kind
+                each for name, text in mutants.sources(found, op, FLOAT8[dtype]).items()
+                for each in mutants.mutants(name, text, kinds) if each.kind == kind
             ]  # fmt: skip
             # Of a sum every rank has terms with scales of its own.
             assert planted or (op == "scatter rows" and "place" in kind)
             for each in planted if ALL else planted[:1]:
-                assert mutants.find(found, op, dtype, each, 32 if ALL else 8), each
+                assert mutants.find(found, op, FLOAT8[dtype], each, 32 if ALL else 8), each
 
 
 @pytest.mark.parametrize(
@@ -161,23 +154,26 @@ def test_sums_in_leaves_have_the_same_bits_on_all_ranks(op: str, dtype: str, tar
             trees.check(found, op, DTYPES[dtype], (2, 4, 8) if ALL or seed == 0 else (4,), seed)
 
 
-@pytest.mark.parametrize("target", evidence.TARGETS if ALL else evidence.TARGETS[1:])
-def test_operands_in_every_layout(target: int) -> None:
+# A float8 matrix instruction takes operands that lie along the contraction: others are turned, byte by byte.
+FLOAT8_LAYOUTS = ("columns", "rows"), ("strided", "strided")
+LAYOUTS = ("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided")
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "layouts", "ops"),
+    [
+        *((each, "bfloat16", LAYOUTS, ("gather rows", "scatter rows")) for each in (evidence.TARGETS if ALL else [90])),
+        (90, "float8_e4m3fn", FLOAT8_LAYOUTS, float8.ONE_OF_EACH_KERNEL[: 4 if ALL else 1]),
+    ],
+)
+def test_operands_in_every_layout(
+    target: int, dtype: str, layouts: tuple[tuple[str, str], ...], ops: tuple[str, ...]
+) -> None:
     """Read by descriptors of rows and of columns, and by pointers."""
-    dtype, shape = DTYPES["bfloat16"], small(target, DTYPES["bfloat16"])
-    layouts = ("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided")
+    of = (DTYPES | FLOAT8)[dtype]
     with device(target) as found:
-        for (a, b), op in spread(layouts, ("gather rows", "scatter rows"), large=ALL):
-            run(found, [op], 2, dtype, replace(shape, a=a, b=b), Schedule(layouts.index((a, b))))
-
-
-@pytest.mark.parametrize(("a", "b"), [("columns", "rows"), ("strided", "strided")])
-def test_float8_in_every_layout(a: str, b: str) -> None:
-    """Its matrix instruction takes operands that lie along the contraction: others are turned, byte by byte."""
-    dtype = FLOAT8["float8_e4m3fn"]
-    with device(90) as found:
-        for op in float8.ONE_OF_EACH_KERNEL[: 4 if ALL else 1]:
-            run(found, [op], 2, dtype, replace(small(90, dtype), a=a, b=b), Schedule(1))
+        for (a, b), op in spread(layouts, ops, large=ALL):
+            run(found, [op], 2, of, replace(small(target, of), a=a, b=b), Schedule(layouts.index((a, b))))
 
 
 def test_what_is_executed_does_not_depend_on_which_rank_launched_first() -> None:

@@ -123,9 +123,10 @@ def test_all_ranks_raising_alike_keeps_the_pool(two):
     assert sorted(caught.value.failures) == [0, 1]
     assert "in raising" in caught.value.failures[0]
     assert isinstance(caught.value.__cause__, ValueError)
+    assert two.pids == pids
+    # One that cannot be pickled.
     with pytest.raises(RankError, match="Odd: odd one"):
         two.run(raising, [0, 1], True)
-    assert two.pids == pids
 
 
 def test_one_rank_raising_names_it_and_the_waiting_one(two):
