@@ -13,6 +13,9 @@ import itertools
 import json
 import os
 import random
+import resource
+import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 
-from . import strikes
+from . import interruptions
 from .endurance import delay
 from .mixed import Call, Operands
 from .programs import AXES, Step, grows, probe, program
@@ -61,6 +64,63 @@ def told(error: Exception) -> str:
 def of_all(step: Step) -> bool:
     """Whether it gives back the memory of every group, not only of its axis."""
     return step.kind == "destroy" and step.where < 0.3
+
+
+def interrupted(kind: str, where: float, call: Callable[[], str]) -> list[Callable[[], str]]:
+    """The attempts of a rank whose `call` is interrupted: it has no result, and makes it again."""
+    again = False
+
+    def struck() -> str:
+        nonlocal again
+        came = list[str]()
+        if kind == "line":
+            _, raised = interruptions.before_line(int(where), lambda: came.append(call()))
+        else:
+            raised = interruptions.by_signal(where, lambda: came.append(call()))
+        if not raised:
+            return came[0]
+        again = True
+        return "interrupted"
+
+    return [struck, lambda: call() if again else "right"]
+
+
+def limited(name: str, call: Callable[[], str]) -> str:
+    """The call, with what the limit allows used up."""
+    kind = getattr(resource, name)
+    before = resource.getrlimit(kind)
+    # What this process has by now is enough for what it has by now.
+    used = {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")) - 1, "RLIMIT_FSIZE": 4096}[name]
+    resource.setrlimit(kind, (used, before[1]))
+    try:
+        return call()
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def pause(pids: Sequence[int], seconds: float) -> None:
+    """Have the whole job stopped soon, for so long, by a process of its own."""
+    everyone = " ".join(map(str, pids))
+    script = f"sleep 0.1; kill -STOP {everyone}; sleep {seconds}; kill -CONT {everyone}"
+    threading.Thread(target=subprocess.Popen(["sh", "-c", script]).wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def setting_timeouts(group: ProcessGroup, seed: int) -> Iterator[None]:
+    """Another thread sets budgets meanwhile, long ones, of this group and of all."""
+    ended, source = threading.Event(), random.Random(seed)
+
+    def set_them() -> None:
+        while not ended.wait(0.0002):
+            fusedtp.set_timeout(source.uniform(40, 80), group if source.random() < 0.5 else None)
+
+    thread = threading.Thread(target=set_them)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Performer:
@@ -149,7 +209,7 @@ class Performer:
         self._groups[axis] = self._made(axis)
 
     def _beside_a_thread(self, step: Step, group: ProcessGroup) -> None:
-        with strikes.setting_timeouts(group, step.call.seed):
+        with setting_timeouts(group, step.call.seed):
             fusedtp.destroy(group)
             for number in range(3):
                 call_right(probe(number, group.size()), group)
@@ -182,18 +242,18 @@ class Performer:
         guilty, call = group.rank() == step.rank, attempt(step.call, group)
         if step.kind == "pause":
             if guilty:
-                strikes.pause(self._told_pids(), 1.5 * SHORT_SECONDS)
+                pause(self._told_pids(), 1.5 * SHORT_SECONDS)
             return calls_in_turn([attempt(probe(number, group.size()), group, 0.01) for number in range(40)])
         calls: list[Callable[[], str]] = [call]
         if guilty and step.kind == "differs":
             assert step.other is not None
             calls = [attempt(step.other, group)]
         elif guilty and step.kind in ("line", "signal"):
-            calls = strikes.interrupted(step.kind, step.where, call)
+            calls = interrupted(step.kind, step.where, call)
         elif guilty and step.kind == "late":
             calls = [attempt(step.call, group, step.where)]
         elif guilty and step.kind == "limit":
-            calls = [partial(strikes.limited, ("RLIMIT_NOFILE", "RLIMIT_FSIZE")[int(step.where)], call)]
+            calls = [partial(limited, ("RLIMIT_NOFILE", "RLIMIT_FSIZE")[int(step.where)], call)]
         return calls_in_turn([*calls, partial(self._probe, step, group)])
 
     def _probe(self, step: Step, group: ProcessGroup) -> str:
