@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -15,7 +14,6 @@ class Verdict:
 
     wrong: str
     states: int
-    seconds: float
     path: list[str] = field(default_factory=list)
 
 
@@ -31,7 +29,6 @@ _State = tuple[int, tuple[int, ...]]
 class _Search:
     def __init__(self, model: Model, most_states: int) -> None:
         self._model, self._most = model, most_states
-        self._started = time.perf_counter()
         self._before = closure(model.commits)
         self._required = required(model)
         self._reduce()
@@ -250,7 +247,7 @@ class _Search:
         while parents is not None and state is not None and (parent := parents[state]) is not None:
             path.append(self._model.commits[parent[1]].name)
             state = parent[0]
-        return Verdict(wrong, states, time.perf_counter() - self._started, path[::-1])
+        return Verdict(wrong, states, path[::-1])
 
 
 def _union(masks: tuple[int, ...]) -> int:
