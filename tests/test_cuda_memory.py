@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,15 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.memory import Unreachable, cuda
+from fusedtp.memory import cuda
 from fusedtp.memory.cuda import SHARE_GPU, CudaMemory, Driver, Gpu, Place
-from fusedtp.workspaces import registry
 
 from .exchange import Exchange
 
@@ -110,7 +106,8 @@ def attempt(group: ProcessGroup, unusual: dict[int, dict[str, Any]]) -> tuple[st
     gpu = FakeGpu(group.rank(), **settings)
     kind, said = allocate(group, CudaMemory(group, torch.device("cpu"), gpu, seconds=1.0), num_bytes)
     # The group goes on: everybody has left the allocation alike.
-    assert allocate(group, CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank()), seconds=60.0)) == ("", "")
+    memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank()), seconds=60.0)
+    assert [allocate(group, memory, size) for size in (NUM_BYTES, 2 * NUM_BYTES)] == [("", "")] * 2
     return kind, said, gpu.entered
 
 
@@ -161,20 +158,21 @@ def test_every_rank_is_told_before_any_enters_the_rendezvous(pool: RankPool, cas
     assert others == [first] * 2
 
 
-def test_every_rank_is_told_when_one_fails_in_the_rendezvous(pool: RankPool) -> None:
-    failed = {1: {"fails": {"rendezvous": RuntimeError("CUDA driver error: invalid device")}}}
-    said = "rank 1: torch's rendezvous failed: CUDA driver error: invalid device"
+@pytest.mark.parametrize(
+    ("error", "own_kind", "prefix"),
+    [
+        (RuntimeError("CUDA driver error: invalid device"), "Unreachable", "rank 1: torch's rendezvous failed: "),
+        # An error of the device is raised where it happened.
+        (torch.AcceleratorError("CUDA error: an illegal memory access"), "AcceleratorError", ""),
+    ],
+)
+def test_every_rank_is_told_when_one_fails_in_the_rendezvous(
+    pool: RankPool, error: Exception, own_kind: str, prefix: str
+) -> None:
+    first, second, third = pool.run(attempt, {1: {"fails": {"rendezvous": error}}}, world_size=3)
     # The others have waited in vain, which is not why.
-    assert pool.run(attempt, failed, world_size=3) == [("Unreachable", said, 1)] * 3
-
-
-def test_an_error_of_the_device_is_raised_where_it_happened(pool: RankPool) -> None:
-    broken = {1: {"fails": {"rendezvous": torch.AcceleratorError("CUDA error: an illegal memory access")}}}
-    first, second, third = pool.run(attempt, broken, world_size=3)
-    assert second[:2] == ("AcceleratorError", "CUDA error: an illegal memory access")
-    assert first == third == (
-        "Unreachable", "rank 1: torch's rendezvous failed: CUDA error: an illegal memory access", 1,
-    )  # fmt: skip
+    assert first == third == ("Unreachable", f"rank 1: torch's rendezvous failed: {error}", 1)
+    assert second == (own_kind, f"{prefix}{error}", 1)
 
 
 @pytest.mark.parametrize(
@@ -209,37 +207,6 @@ def test_ranks_may_share_a_gpu_where_torch_is_told_so(pool: RankPool) -> None:
     # No link is asked for from a GPU to itself.
     shared = {"changes": {**SAME, "may_share": True}, "links": (False, False)}
     assert pool.run(attempt, {rank: shared for rank in range(3)}, world_size=3) == [("", "", 1)] * 3
-
-
-def without_atomics(group: ProcessGroup) -> tuple[str, list[str], str]:
-    """The schedule that `auto` takes, what it says, and what `fused` says."""
-    links = (True, group.rank() != 1)
-    memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank(), links=links))
-    fusedtp.destroy(group)
-    real, registry.PosixMemory = registry.PosixMemory, lambda *_: memory  # type: ignore[misc,assignment]
-    x, weight = torch.ones(2, 3), torch.ones(4, 3)
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            outs = [fusedtp.all_gather_linear(x, weight, group=group) for _ in range(2)]
-        path = fusedtp.last_path()
-        with pytest.raises(Unreachable) as refused:
-            fusedtp.all_gather_linear(x, weight, group=group, schedule="fused")
-    finally:
-        registry.PosixMemory = real  # type: ignore[misc]
-        fusedtp.destroy(group)
-    assert all(bool((out == 3).all()) for out in outs)
-    assert path is not None
-    return path.schedule, [str(each.message) for each in said], str(refused.value)
-
-
-def test_without_atomics_auto_runs_unfused_and_fused_says_why(pool: RankPool) -> None:
-    for schedule, said, refused in pool.run(without_atomics, world_size=2):
-        assert schedule == "unfused"
-        assert refused.startswith("rank 1: ")
-        assert "no native atomics" in refused
-        assert len(said) == 1
-        assert refused in said[0]
 
 
 @pytest.fixture
@@ -315,25 +282,3 @@ def test_the_driver_is_asked_for_access_atomics_and_mode(monkeypatch: pytest.Mon
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError("not there")))
     with pytest.raises(RuntimeError, match=r"libcuda.so.1 cannot be loaded: not there"):
         Driver()
-
-
-def grown(world: ProcessGroup) -> list[tuple[str, str]]:
-    """Arenas of two ranks, then of four, then larger ones of both: one process, one count in torch."""
-    two = dist.new_group([0, 1])
-    groups = [group for group in (two, world) if isinstance(group, ProcessGroup)]
-    exchange = Exchange("2.11", 60.0)
-
-    class Counting(FakeGpu):
-        def rendezvous(self, own: Tensor, name: str) -> Handle:
-            met = exchange.rendezvous(name, bytes(own.tolist()).hex().encode())
-            return Handle([bytes.fromhex(each.decode()) for each in met])
-
-    memories = [(group, CudaMemory(group, torch.device("cpu"), Counting(group.rank()))) for group in groups]
-    ended = [allocate(group, memory, size) for size in (4096, 8192) for group, memory in memories]
-    if isinstance(two, ProcessGroup):
-        dist.destroy_process_group(two)
-    return ended
-
-
-def test_memory_of_overlapping_groups_and_its_growth(pool: RankPool) -> None:
-    assert [set(each) for each in pool.run(grown)] == [{("", "")}] * 4

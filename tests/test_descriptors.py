@@ -96,80 +96,58 @@ def test_what_no_descriptor_can_read() -> None:
     assert read_by(whole, POINTERS) == "pointers"
 
 
-def gathered(dim: int, sizes: tuple[int, ...], strided: bool, config: Config, dtype: torch.dtype) -> list[Tensor]:
-    """gather(a) @ b on virtual ranks, on halves full of NaN, twice: once on each half."""
+@pytest.mark.parametrize(
+    ("op", "dim", "sizes", "strided", "described"),
+    [
+        ("all_gather_matmul", 0, (40, 0, 3), False, True),
+        ("all_gather_matmul", 0, (0, 33, 10), False, True),
+        # The own shard goes through the arena.
+        ("all_gather_matmul", 0, (40, 0, 3), True, True),
+        ("all_gather_matmul", 1, (32, 0, 64), False, True),
+        # Chunks of K that end inside a block.
+        ("all_gather_matmul", 1, (33, 1, 62), False, False),
+        ("matmul_reduce_scatter", 0, (40, 0, 3), False, True),
+    ],
+)
+def test_an_op_reads_alike(
+    loads: list[int], op: str, dim: int, sizes: tuple[int, ...], strided: bool, described: bool
+) -> None:
+    """On virtual ranks, on halves full of NaN, twice: once on each half."""
+    dtype, gathers = torch.bfloat16 if dim == 0 else torch.float16, op == "all_gather_matmul"
     a, b, bias = operands(dtype)
     if dim == 1:
         a, b = a.repeat(1, 3)[:, : sum(sizes)], b.repeat(3, 1)[: sum(sizes)]
-    shards = [stored(x, "columns" if strided else "rows") for x in a.split(sizes, dim)]
-    b = stored(b, "columns")
-    ranks = [Workspace(memory, CPU) for memory in local_memories(len(sizes), CPU)]
-    outs: list[Tensor] = []
+    k_sizes = None if gathers else (24, 16, 5)
+    if k_sizes is None:
+        mine = [(stored(x, "columns" if strided else "rows"), stored(b, "columns")) for x in a.split(sizes, dim)]
+    else:
+        parts = zip(a.split(k_sizes, 1), b.split(k_sizes), strict=True)
+        mine = [(stored(x, "rows"), stored(y, "rows")) for x, y in parts]
 
-    with mock.patch.object(fused, "config_for", return_value=config):
-        for _ in range(2):
-            started = [
-                direct.phases("all_gather_matmul", ws, shards[ws.rank], b, bias, dim=dim, sizes=sizes, split=True)
-                for ws in ranks
-            ]
-            for each in started:
-                next(each)
-            for ws in ranks:
-                ws.set_timeout(2.0)
-                ws.view(ws.rank, 0, 0, (2, ws.half_bytes), torch.uint8).fill_(0xFF)
-            outs += run_together(started)
-    for ws in ranks:
-        ws.check()
-        ws.close()
-    for out in outs:
-        reference.check(out, reference.matmul(a, b, bias), reference.bound(a, b, dtype, bias=bias), "gather")
-    return outs
-
-
-@pytest.mark.parametrize(
-    ("dim", "sizes", "strided", "described"),
-    [
-        (0, (40, 0, 3), False, True),
-        (0, (0, 33, 10), False, True),
-        # The own shard goes through the arena.
-        (0, (40, 0, 3), True, True),
-        (1, (32, 0, 64), False, True),
-        # Chunks of K that end inside a block.
-        (1, (33, 1, 62), False, False),
-    ],
-)
-def test_a_gather_reads_alike(
-    loads: list[int], dim: int, sizes: tuple[int, ...], strided: bool, described: bool
-) -> None:
-    dtype = torch.bfloat16 if dim == 0 else torch.float16
-    by_pointers = gathered(dim, sizes, strided, POINTERS, dtype)
-    assert not loads
-    by_descriptors = gathered(dim, sizes, strided, DESCRIPTORS, dtype)
-    assert bool(loads) == described
-    for one, other in zip(by_pointers, by_descriptors, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_scatter_reads_alike(loads: list[int]) -> None:
-    sizes, dtype = (40, 0, 3), torch.bfloat16
-    a, b, bias = operands(dtype)
-    k_sizes = (24, 16, 5)
-    mine = [(stored(x, "rows"), stored(y, "rows")) for x, y in zip(a.split(k_sizes, 1), b.split(k_sizes), strict=True)]
-
-    def run(config: Config) -> Tensor:
-        ranks = [Workspace(memory, CPU) for memory in local_memories(3, CPU)]
+    def products(config: Config) -> list[Tensor]:
+        ranks, found = [Workspace(memory, CPU) for memory in local_memories(3, CPU)], []
         with mock.patch.object(fused, "config_for", return_value=config):
-            outs = run_together([
-                direct.phases("matmul_reduce_scatter", ws, *mine[ws.rank], bias, sizes=sizes) for ws in ranks
-            ])  # fmt: skip
+            for _ in range(2):
+                started = [
+                    direct.phases(op, ws, *mine[ws.rank], bias, dim=dim, sizes=sizes, split=gathers) for ws in ranks
+                ]
+                for each in started:
+                    next(each)
+                for ws in ranks:
+                    ws.set_timeout(2.0)
+                    ws.view(ws.rank, 0, 0, (2, ws.half_bytes), torch.uint8).fill_(0xFF)
+                outs = run_together(started)
+                found += outs if gathers else [torch.cat(outs)]
         for ws in ranks:
             ws.check()
             ws.close()
-        return torch.cat(outs)
+        return found
 
-    by_pointers = run(POINTERS)
+    by_pointers = products(POINTERS)
     assert not loads
-    assert torch.equal(run(DESCRIPTORS), by_pointers)
-    assert loads
+    by_descriptors = products(DESCRIPTORS)
+    assert bool(loads) == described
     allowed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
-    reference.check(by_pointers, reference.matmul(a, b, bias), allowed, "scatter")
+    for one, other in zip(by_pointers, by_descriptors, strict=True):
+        reference.check(one, reference.matmul(a, b, bias), allowed, op)
+        assert torch.equal(one, other)

@@ -25,9 +25,8 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 import triton
 from triton.compiler import compiler
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fusedtp.kernels import descriptors, loading, prepared, steps
+from fusedtp.kernels import loading, prepared, steps
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.launch import FP_FUSION, config_for
 from fusedtp.kernels.matmul import _matmul_kernel, matmul
@@ -39,7 +38,7 @@ from . import direct
 from .virtual_gpu import evidence
 from .virtual_gpu.cases import DTYPES, FLOAT8, issue, problem, run, small, virtual_ranks
 from .virtual_gpu.driver import KERNELS, EmulatedDriver, device
-from .virtual_gpu.machine import Failed, Schedule, Waiting
+from .virtual_gpu.machine import Schedule, Waiting
 
 pytestmark = pytest.mark.emulated
 
@@ -131,32 +130,6 @@ def forget() -> None:
     prepared._known.clear()
     for kernel in KERNELS:
         kernel.device_caches.clear()
-
-
-@pytest.mark.skipif(triton.__version__ >= "3.8", reason="launchers of this Triton expand descriptors inside of tuples")
-def test_without_flattening_there_is_no_launch(hopper: EmulatedDriver) -> None:
-    unit = evidence.Unit(90, "bfloat16", "gather rows")
-    nested = mock.patch.object(loading, "_leaves", lambda paths, args: args)
-    with mock.patch.object(loading, "load", return_value=[]), nested:
-        forget()
-        with pytest.raises(AssertionError):
-            launched(hopper, unit, "uneven")
-    forget()
-
-
-def test_a_wrong_stride_in_a_tensor_map_is_found(hopper: EmulatedDriver) -> None:
-    def wrong(b: torch.Tensor, by: str, config: Any) -> Any:
-        right = of_right(b, by, config)
-        if right is None:
-            return None
-        strides = [right.strides[0] - 8, *right.strides[1:]]
-        return TensorDescriptor(right.base, right.shape, strides, right.block_shape)
-
-    of_right = descriptors.of_right
-    from fusedtp.kernels import operands
-
-    with mock.patch.object(operands, "of_right", wrong), pytest.raises((AssertionError, Failed)):
-        run(hopper, ["gather rows"], 2, BF16, small(90, BF16), Schedule(1))
 
 
 def test_a_kernel_that_asks_for_too_much_has_fewer_stages(

@@ -1,4 +1,4 @@
-"""Faults between any two steps of any op: a rank that raises, is late, stopped or killed, or calls something else.
+"""Faults between any two steps of any op: a rank that raises, is late, stopped or killed.
 
 Every survivor has the right exception with the right rank in it, in time; nobody hangs or returns a wrong number; and
 after `destroy` the same processes work again, as the same group and as a fresh one. Here is a fixed spread of all that
@@ -21,15 +21,14 @@ import pytest
 from fusedtp.bench.ranks import RankError, RankPool
 
 from . import generated
-from .faults import disagree, inject, plan, verdict
+from .faults import inject, plan, verdict
 from .faults.cases import CASES
-from .faults.disagree import Disagreement
 from .faults.inject import Injection, Outcome
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
 # Every so many of the list, of each world size, for a default run.
-EVERY, EVERY_OTHER = (1, 1) if ALL else (27, 19)
+EVERY = 1 if ALL else 27
 CHAINS = [*plan.deadly(), *plan.killed_of_three()] if ALL else [plan.deadly()[0]]
 # How many times as long the timeouts are where ranks were kept from running.
 PATIENCE = (1, 4, 16)
@@ -37,7 +36,7 @@ PATIENCE = (1, 4, 16)
 numbers = itertools.count()
 
 
-def report(counted: Sequence[Injection | Disagreement], repeated: int, started: float) -> None:
+def report(counted: Sequence[Injection], repeated: int, started: float) -> None:
     """How many of each kind, for `pytest -s`."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for each in counted).items())
     seconds = time.monotonic() - started
@@ -68,30 +67,20 @@ def patient(pool: RankPool, injections: list[Injection]) -> tuple[list[str], int
     return wrong, repeated
 
 
-@pytest.mark.parametrize("world_size", plan.WORLD_SIZES)
-def test_the_ranks_live_on(pool: RankPool, world_size: int) -> None:
-    started, injections = time.monotonic(), plan.living(world_size)[world_size % EVERY :: EVERY]
+def check(pool: RankPool, injections: list[Injection]) -> None:
+    started = time.monotonic()
     wrong, repeated = patient(pool, injections)
     assert not wrong, "\n".join(wrong)
     report(injections, repeated, started)
+
+
+@pytest.mark.parametrize("world_size", plan.WORLD_SIZES)
+def test_the_ranks_live_on(pool: RankPool, world_size: int) -> None:
+    check(pool, plan.living(world_size)[world_size % EVERY :: EVERY])
 
 
 def test_a_rank_is_stopped_while_it_waits(pool: RankPool) -> None:
-    started, injections = time.monotonic(), plan.in_a_wait()[:: 1 if ALL else 16]
-    wrong, repeated = patient(pool, injections)
-    assert not wrong, "\n".join(wrong)
-    report(injections, repeated, started)
-
-
-@pytest.mark.parametrize("world_size", plan.WORLD_SIZES)
-def test_a_rank_calls_something_else(pool: RankPool, world_size: int) -> None:
-    started = time.monotonic()
-    # Another kind for each case.
-    every = plan.disagreements(world_size)[world_size % EVERY_OTHER :: EVERY_OTHER]
-    by_rank = pool.run(disagree.in_turn, every, f"faults/{next(numbers)}", world_size=world_size, timeout=1500)
-    wrong = [disagree.wrong(each, list(said)) for each, *said in zip(every, *by_rank, strict=True)]
-    assert not any(wrong), "\n".join(filter(None, wrong))
-    report(every, 0, started)
+    check(pool, plan.in_a_wait()[:: 1 if ALL else 16])
 
 
 def in_chain(chain: list[Injection]) -> list[list[Outcome]]:
@@ -131,13 +120,13 @@ def test_the_spread_has_every_kind_and_op() -> None:
 
 
 def test_the_document_counts_what_is_injected() -> None:
-    every = [each for size in plan.WORLD_SIZES for each in (*plan.living(size), *plan.disagreements(size))]
+    every = [each for size in plan.WORLD_SIZES for each in plan.living(size)]
     every += [*plan.in_a_wait(), *itertools.chain(*plan.deadly(), *plan.killed_of_three())]
     assert len(every) >= 300
     counts = Counter((each.kind, each.world_size) for each in every)
     lines = ["| a rank | " + " | ".join(f"of {size}" for size in plan.WORLD_SIZES) + " |", "|---|" + "---:|" * 3]
     for kind in dict.fromkeys(each.kind for each in every):
         of = " | ".join(str(counts[kind, size]) for size in plan.WORLD_SIZES)
-        lines.append(f"| {'differs: ' if kind in disagree.KINDS else ''}{kind} | {of} |")
+        lines.append(f"| {kind} | {of} |")
     table = "\n".join([*lines, "", f"{len(every)} in all, in {len(CASES)} forms of the ops."])
     generated.as_written(DOCUMENT, "injections", table, "FUSEDTP_FAULTS")

@@ -70,21 +70,51 @@ def gather(channel: Channel, config: Config, a: Tensor, b: Tensor, *, transposed
     )  # fmt: skip
 
 
+def multiply(config: Config, a: Tensor, b: Tensor, *, transposed: bool) -> dict[str, Any]:
+    M, N = a.shape[0], b.shape[1]
+    out = a.new_empty((N, M) if transposed else (M, N))
+    return launched(
+        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
+        epilogue_of(a.new_empty(M if transposed else N), per_row=transposed), config=config,
+    )  # fmt: skip
+
+
+def check(found: dict[str, Any], case: Case, **more: Any) -> None:
+    """A kernel was launched as the case is compiled: its tile, its options, how it reads."""
+    fitted = config_of(case)
+    expected = launch_options(case, fitted) | {"A_BY": case.a_by, "B_BY": case.b_by} | more
+    expected |= {"BLOCK_M": fitted.block_m, "BLOCK_N": fitted.block_n, "BLOCK_K": fitted.block_k}
+    assert {name: found.get(name) for name in expected} == expected
+    assert ("maxnreg" in found) == ("maxnreg" in expected)
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("target", TABLE)
-def test_a_gather_is_launched_as_it_is_compiled(channel: Channel, target: str, shape: str, transposed: bool) -> None:
+def test_a_matmul_and_a_gather_are_launched_as_they_are_compiled(
+    channel: Channel, target: str, shape: str, transposed: bool
+) -> None:
+    config, way = config_for(target, shape), " transposed" if transposed else ""
     a, b, a_by, b_by = operands(target, CHUNKS[0], 96, 128)
-    config = config_for(target, shape)
-    case = Case("gather rows transposed" if transposed else "gather rows", target, shape=shape, a_by=a_by, b_by=b_by)
-    found = gather(channel, config, a, b, transposed=transposed)
-    constants = {name: value for name, value in VARIANTS[case.variant].flags.items() if name != "PUSHERS"}
-    expected = constants | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by, "FLATTEN": is_flattened(case)}
-    assert {name: found.get(name) for name in expected} == expected
-    assert found["PUSHERS"] > 0
-    assert ("maxnreg" in found) == ("maxnreg" in expected)
+    found = {"matmul": multiply(config, a, b, transposed=transposed)}
+    found["gather rows"] = gather(channel, config, a, b, transposed=transposed)
+    for name in found:
+        case = Case(name + way, target, shape=shape, a_by=a_by, b_by=b_by)
+        constants = {flag: value for flag, value in VARIANTS[case.variant].flags.items() if flag != "PUSHERS"}
+        check(found[name], case, FLATTEN=is_flattened(case), **constants)
+    assert found["gather rows"]["PUSHERS"] > 0
     unit = {"stride_ak", "stride_bk", "stride_cm" if transposed else "stride_cn"}
-    assert {name for name in found if name.startswith("stride_") and found[name] == 1} == unit
+    strides = {name: value for name, value in found["gather rows"].items() if name.startswith("stride_")}
+    assert {name for name, value in strides.items() if value == 1} == unit
+    # Lengths that are no multiples of 16 have smaller tiles.
+    a, b, _, _ = operands(target, CHUNKS[0], 97, 129)
+    found = {"matmul": multiply(config, a, b, transposed=transposed)}
+    found["gather rows"] = gather(channel, config, a, b, transposed=transposed)
+    for name in found:
+        check(found[name], Case(name + way, target, shape=shape, aligned=()), FLATTEN=False)
+        assert found[name]["BLOCK_N"] <= 128
+        assert found[name]["BLOCK_K"] == 32
+        assert found[name]["num_warps"] >= 8
 
 
 @pytest.mark.parametrize("N", [96, 88, 97])
@@ -94,64 +124,13 @@ def test_a_scatter_is_launched_as_it_is_compiled(channel: Channel, target: str, 
     a, b, a_by, b_by = operands(target, sum(CHUNKS), N, 128)
     config, pitch = config_for(target, shape), pitch_of(N, torch.bfloat16)
     for to_all in (False, True):
-        case = Case("scatter to all" if to_all or pitch % 16 else "scatter", target, shape=shape, a_by=a_by, b_by=b_by)
-        if N % 16:
-            case = replace(case, variant="scatter to all" if to_all else "scatter", aligned=())
+        name = "scatter to all" if to_all or (pitch % 16 and N % 16 == 0) else "scatter"
+        case = Case(name, target, shape=shape, a_by=a_by, b_by=b_by, aligned=() if N % 16 else None)
         kernel = matmul_scatter.MatmulScatter(0, CHUNKS, region_rows=192, pitch=pitch, to_all=to_all, config=config)
         found = launched(
             matmul_scatter, "_matmul_scatter_kernel", kernel, channel, [a], [b], torch.zeros(4, dtype=torch.int32)
         )
-        fitted = config_of(case) if N % 16 else config
-        expected = launch_options(case, fitted) | {"A_BY": a_by, "B_BY": b_by, "TO_ALL": to_all}
-        expected |= {"BLOCK_N": config.block_n, "BLOCK_K": fitted.block_k}
-        assert {name: found.get(name) for name in expected} == expected
-        assert ("maxnreg" in found) == ("maxnreg" in expected)
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", TABLE)
-def test_a_matmul_is_launched_as_it_is_compiled(target: str, shape: str, transposed: bool) -> None:
-    a, b, a_by, b_by = operands(target, 192, 96, 128)
-    out = a.new_empty((96, 192) if transposed else (192, 96))
-    case = Case("matmul transposed" if transposed else "matmul", target, shape=shape, a_by=a_by, b_by=b_by)
-    config = config_for(target, shape)
-    found = launched(
-        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        epilogue_of(a.new_empty(192 if transposed else 96), per_row=transposed), config=config,
-    )  # fmt: skip
-    expected = VARIANTS[case.variant].flags | launch_options(case, config) | {"A_BY": a_by, "B_BY": b_by}
-    expected |= {"FLATTEN": is_flattened(case)}
-    assert {name: found.get(name) for name in expected} == expected
-    assert ("maxnreg" in found) == ("maxnreg" in expected)
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("target", TABLE)
-def test_lengths_that_are_no_multiples_of_16_have_smaller_tiles(
-    channel: Channel, target: str, shape: str, transposed: bool
-) -> None:
-    M, N, K = sum(CHUNKS), 97, 129
-    a, b = torch.zeros(M, K, dtype=torch.bfloat16), torch.zeros(K, N, dtype=torch.bfloat16)
-    config = config_for(target, shape)
-    out = a.new_empty((N, M) if transposed else (M, N))
-    variant = " transposed" if transposed else ""
-    multiplied = launched(
-        matmul, "_matmul_kernel", matmul.matmul, a, b, out.t() if transposed else out,
-        epilogue_of(None, per_row=transposed), config=config,
-    )  # fmt: skip
-    gathered = gather(channel, config, a[: CHUNKS[0]], b, transposed=transposed)
-    for found, name in ((multiplied, "matmul"), (gathered, "gather rows")):
-        case = Case(name + variant, target, shape=shape, aligned=())
-        fitted = config_of(case)
-        expected = launch_options(case, fitted) | {"A_BY": "pointers", "B_BY": "pointers", "FLATTEN": False}
-        expected |= {"BLOCK_M": config.block_m, "BLOCK_N": fitted.block_n, "BLOCK_K": fitted.block_k}
-        assert {name: found.get(name) for name in expected} == expected
-        assert ("maxnreg" in found) == ("maxnreg" in expected)
-        assert fitted.block_n <= 128
-        assert fitted.block_k == 32
-        assert found["num_warps"] >= 8
+        check(found, case, TO_ALL=to_all, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-import threading
 import time
 
 import pytest
@@ -98,37 +96,6 @@ def failed_in_backward(group: ProcessGroup) -> int:
 
 def test_a_failed_backward_leaves_nothing_mapped(pool: RankPool) -> None:
     assert pool.run(failed_in_backward, world_size=2) == [0, 0]
-
-
-def timeouts_beside(group: ProcessGroup) -> bool:
-    """A thread sets timeouts while workspaces are made, grow and are destroyed."""
-    fusedtp.destroy()
-    done = threading.Event()
-
-    def set_all_the_time() -> None:
-        while not done.is_set():
-            fusedtp.set_timeout(110.0)
-
-    thread = threading.Thread(target=set_all_the_time)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        for number in range(3):
-            assert reduce(group)
-            whole = fusedtp.all_gather(torch.ones(100 + number, 500), group=group, schedule="decomposed")
-            assert (whole == 1).all()
-            assert registry.get(group, CPU).host_words[signal.BUDGET_MS.value] == 110_000
-            fusedtp.destroy(group)
-    finally:
-        done.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    return True
-
-
-def test_timeouts_are_set_beside_growth_and_destroy(pool: RankPool) -> None:
-    assert pool.run(timeouts_beside, world_size=2) == [True] * 2
 
 
 def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int, int]]:

@@ -68,12 +68,3 @@ def test_garbage_in_a_header_names_who_was_waited_for() -> None:
             named = missing(3, each, 2)
             assert 0 <= named < WORLD_SIZE
             explain(3, each, 2, named)
-
-
-def test_what_is_known_is_told() -> None:
-    words = [says(gave_up_on=1, left=1), BUSY, BUSY, BUSY]
-    text = explain(3, words, 2, 0)
-    assert text.startswith("; rank 2 was itself waiting for rank 0; rank 0 had given up on rank 1; rank 0 has called ")
-    assert explain(3, words, 2, 2) == ""
-    # The main clause says so.
-    assert explain(1, [says(gave_up_on=1), BUSY, BUSY, BUSY], 0, 0) == ""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -28,13 +26,12 @@ from fusedtp.workspaces.workspace import Workspace
 from . import generated
 from .harness import spread
 from .protocol import cases
-from .protocol.events import Advance, Barrier, Kernel
-from .protocol.explore import Verdict, explore
+from .protocol.events import Advance, Barrier, Event, Kernel, Raise
+from .protocol.explore import explore
 from .protocol.live import live
 from .protocol.model import Calls, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
-from .protocol.races import find_races
 
 LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -51,22 +48,10 @@ MIXED = (
 )  # fmt: skip
 
 
-def check(calls: Calls, what: str, **options: int) -> Verdict:
-    """No order is wrong and no two accesses race."""
+def check(calls: Calls, what: str, **options: int) -> None:
+    """No order is wrong."""
     verdict = explore(build(calls, **options))
     assert not verdict.wrong, f"{what}: {verdict.wrong}\n" + "\n".join(verdict.path)
-    races, stuck = find_races(calls)
-    assert not races, f"{what}: {races[0]}"
-    assert not stuck, f"{what}: {stuck}"
-    return verdict
-
-
-def report(what: str, verdicts: Sequence[Verdict], started: float) -> None:
-    states, seconds = sum(each.states for each in verdicts), sum(each.seconds for each in verdicts)
-    print(
-        f"{what}: {len(verdicts)} models, {states} states, the largest {max(each.states for each in verdicts)}, "
-        f"{seconds:.2f} s exploring, {time.perf_counter() - started:.2f} s in all"
-    )
 
 
 # Kernels take long to record; with two ranks most of them are in `MIXED`.
@@ -80,22 +65,18 @@ FAMILIES = ("fused", "copied", "copy", "in place")
 )
 def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
     ops = {"fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
-    started, verdicts = time.perf_counter(), []
     for name in ops:
         calls = cases.sequence([name] * (4 if LARGE else 3), sizes)
         # All programs of a kernel at once, and one after another as in the interpreter.
         for residency in (0, 1) if family in ("fused", "copied") else (0,):
-            verdicts.append(check(calls, f"{name}, {sizes}, residency {residency}", residency=residency))
-    report(f"{family}, rows {sizes}", verdicts, started)
+            check(calls, f"{name}, {sizes}, residency {residency}", residency=residency)
 
 
 def test_every_order_of_mixed_ops_is_right() -> None:
-    started, verdicts = time.perf_counter(), []
     names = tuple(cases.OPS) if LARGE else MIXED
     for one, two in itertools.combinations(names, 2):
         # Each after the other, on the other half and on the same one.
-        verdicts.append(check(cases.sequence([one, two, two, one], (3, 1)), f"{one}, {two}"))
-    report("pairs", verdicts, started)
+        check(cases.sequence([one, two, two, one], (3, 1)), f"{one}, {two}")
 
 
 def test_sequences_are_what_a_run_of_them_records() -> None:
@@ -138,11 +119,8 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
 
 def test_nobody_is_two_epochs_ahead() -> None:
     """A wait that took no signal but that of its epoch or the next would miss none: LEAD is not what keeps it alive."""
-    started, verdicts = time.perf_counter(), []
     for name in cases.OPS if LARGE else MIXED:
-        verdicts.append(explore(build(cases.sequence([name] * 3, (3, 1)), modulus=8)))
-        assert not verdicts[-1].wrong, f"{name}: {verdicts[-1].wrong}"
-    report("a lead of one", verdicts, started)
+        check(cases.sequence([name] * 3, (3, 1)), name, modulus=8)
 
 
 @pytest.mark.parametrize("idle", range(1, 8))
@@ -156,19 +134,6 @@ def test_slots_that_few_ops_use_grow_old(idle: int) -> None:
     assert bool(explore(build(calls, modulus=8)).wrong) == (idle + 1 > 8 - 2)
 
 
-def test_taking_nothing_for_eager_finds_the_same() -> None:
-    """What the exploration leaves out changes no verdict."""
-    for name in ("gather contraction", "all_gather", "in place: scatter rows", "copy: all_gather"):
-        calls = cases.sequence([name] * 2, (3, 0))
-        whole, reduced = explore(build(calls), at_once=False), explore(build(calls))
-        assert (whole.wrong, reduced.wrong) == ("", ""), name
-        assert whole.states > 2 * reduced.states
-    for mutant in MUTANTS[:9]:
-        with planted(mutant):
-            model = build(cases.record([mutant.op] * 2, mutant.sizes), residency=mutant.residency)
-        assert bool(explore(model, at_once=False).wrong) == bool(explore(model).wrong), mutant.bug
-
-
 def test_random_programs_against_store_buffers() -> None:
     """The model of windows finds a wrong order exactly where one shows that executes each access on its own."""
     found = [0, 0]
@@ -180,35 +145,27 @@ def test_random_programs_against_store_buffers() -> None:
     assert min(found) > 30, found
 
 
-def examined(mutant: Mutant) -> tuple[Verdict, list[str]]:
-    """What the checker and the race detector say of a planted bug, in three calls."""
-    # The host refuses what some of them leave in its words, before the checker has seen it.
-    with planted(mutant), mock.patch.object(Workspace, "_refuse_words"):
-        calls = cases.record([mutant.op] * 3, mutant.sizes)
-    races, _ = find_races(calls)
-    return explore(build(calls, residency=mutant.residency)), [str(each) for each in races]
-
-
 ROWS: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_planted_bug_is_found(mutant: Mutant) -> None:
-    verdict, races = examined(mutant)
+    # The host refuses what some of them leave in its words, before the checker has seen it.
+    with planted(mutant), mock.patch.object(Workspace, "_refuse_words"):
+        calls = cases.record([mutant.op] * 3, mutant.sizes)
+    verdict = explore(build(calls, residency=mutant.residency))
     assert mutant.says in verdict.wrong, verdict.wrong or "nothing was found"
-    assert bool(races) == mutant.races, races
     check(cases.sequence([mutant.op] * 3, mutant.sizes), mutant.op, residency=mutant.residency)
     found = verdict.wrong.split(":")[0] if verdict.states else "without exploring: " + verdict.wrong.split(": ")[-1]
-    ROWS[mutant.bug] = f"| {mutant.bug} | {mutant.op} | {found} | {verdict.states} | {'yes' if races else 'no'} |"
-    print(f"{ROWS[mutant.bug]} {verdict.seconds * 1000:.1f} ms")
+    ROWS[mutant.bug] = f"| {mutant.bug} | {mutant.op} | {found} | {verdict.states} |"
 
 
 def test_the_table_of_planted_bugs_is_in_the_document() -> None:
     if len(ROWS) < len(MUTANTS):
         pytest.skip("comes with the tests of all planted bugs")
     lines = [
-        "| planted bug | in | checker | states until then | race detector |",
-        "|---|---|---|---:|---|",
+        "| planted bug | in | what is found | states until then |",
+        "|---|---|---|---:|",
         *(ROWS[each.bug] for each in MUTANTS),
     ]
     generated.as_written(DOCUMENT, "planted", "\n".join(lines), "FUSEDTP_PROTOCOL")
@@ -221,22 +178,24 @@ def test_the_table_of_planted_bugs_is_in_the_document() -> None:
         ("all_gather_matmul", 1.5),
     ],
 )
-def test_real_ranks_do_not_race(pool: RankPool, op: str, late: float) -> None:
+def test_every_order_of_what_real_ranks_do_is_right(pool: RankPool, op: str, late: float) -> None:
     """Real processes, real polls; each rank's log by itself, put together afterwards."""
     calls = pool.run(live, op, 3, late, world_size=3)
-    first_epoch = min(
-        event.epoch for kernel in calls[0][0] for events in kernel.programs for event in events
-        if isinstance(event, Advance)
-    ) - 1  # fmt: skip
-    races, stuck = find_races(calls, first_epoch)
-    assert not races, races[0]
-    assert not stuck
-    # The same logs as if no program had passed a barrier.
+    events = [event for kernel in calls[0][0] for events in kernel.programs for event in events]
+    first_epoch = min(event.epoch for event in events if isinstance(event, Advance)) - 1
+    check(calls, op, first_epoch=first_epoch)
+    # The same logs as if no program had passed a barrier before it released.
     bare = [[[_without_barriers(kernel) for kernel in kernels] for kernels in ops] for ops in calls]
-    races, _ = find_races(bare, first_epoch)
-    assert races
+    assert " is read" in explore(build(bare, first_epoch=first_epoch)).wrong
 
 
 def _without_barriers(kernel: Kernel) -> Kernel:
-    programs = [[event for event in events if not isinstance(event, Barrier)] for events in kernel.programs]
+    programs = [
+        [event for event, after in zip(events, [*events, None][1:], strict=True) if not _orders(event, after)]
+        for events in kernel.programs
+    ]
     return replace(kernel, programs=programs)
+
+
+def _orders(event: Event, after: Event | None) -> bool:
+    return isinstance(event, Barrier) and isinstance(after, Raise)

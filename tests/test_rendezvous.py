@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.memory.cuda import RenumberedStore, meet
+from fusedtp.memory.cuda import meet
 
 from .exchange import VERSIONS, Exchange
 
@@ -93,18 +93,3 @@ def test_a_rank_that_waits_in_vain_is_told_in_time(pool: RankPool) -> None:
     # Torch's own limit, which the model has, is 300 s.
     assert 0.3 <= seconds < 30
     assert left == other[2] == "gone"
-
-
-def test_numbers_are_counted_from_the_first_that_is_seen() -> None:
-    inner = dist.HashStore()
-    store = RenumberedStore(inner, 1.0)
-    for number, what in ((7, "a"), (9, "b"), (12, "c")):
-        store.set(f"CUDASymmetricMemory/{number}/0", what)
-    store.set("Other/7/0", "d")
-    store.set("plain", "e")
-    found = [inner.get(f"CUDASymmetricMemory/{number}/0") for number in range(3)]
-    assert found == [b"a", b"b", b"c"]
-    assert inner.get("Other/0/0") == b"d"
-    assert store.get("plain") == b"e"
-    # The same number later is the same exchange.
-    assert store.multi_get(["CUDASymmetricMemory/7/0", "CUDASymmetricMemory/12/0"]) == [b"a", b"c"]

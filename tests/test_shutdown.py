@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -164,7 +163,7 @@ def test_a_process_ends_without_a_word(ends: dict[tuple[str, int], tuple[int, st
 SUPERVISOR = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-kill, log, *command = sys.argv[1:]
+log, *command = sys.argv[1:]
 with open(log, "w") as out:
     run = subprocess.Popen(command, stdout=out, stderr=out)
 def running():
@@ -172,10 +171,9 @@ def running():
     with open(log) as text:
         return text.read().count("in the middle")
 deadline = time.monotonic() + 120
-while kill == "kill" and running() < 2 and run.poll() is None and time.monotonic() < deadline:
+while running() < 2 and run.poll() is None and time.monotonic() < deadline:
     time.sleep(0.02)
-if kill == "kill":
-    run.send_signal(signal.SIGKILL)
+run.send_signal(signal.SIGKILL)
 status, orphans = run.wait(timeout=120), {}
 deadline = time.monotonic() + 20
 while time.monotonic() < deadline:
@@ -213,50 +211,35 @@ def two():
 
 def use(group, schedule):
     # No operator of the dispatcher, with whose first call torch imports its compiler.
-    return fusedtp.linear_all_reduce(torch.ones(3, 3), torch.eye(3), group=group, schedule=schedule).tolist()
+    fusedtp.linear_all_reduce(torch.ones(3, 3), torch.eye(3), group=group, schedule=schedule)
 
 def never_ends(group):
-    use(group, "decomposed")
+    for schedule in ("decomposed", "fused", "unfused"):
+        use(group, schedule)
     os.write(2, b"in the middle\\n")
     while True:
         time.sleep(0.1)
-
-@pytest.mark.parametrize("schedule", ["decomposed", "fused", "unfused"])
-def test_use(two, schedule):
-    assert two.run(use, schedule) == [[[2.0] * 3] * 3] * 2
 
 def test_that_is_killed(two):
     two.run(never_ends)
 """
 
 
-def small_run(folder: Path, kill: bool) -> tuple[dict[str, Any], str, list[str]]:
-    """What is left of a run of pytest, what it said, and the files in its folder of temporary files."""
-    test, temporary, log = folder / "test_small.py", folder / "tmp", folder / "log"
+def test_a_test_run_leaves_nothing(tmp_path: Path) -> None:
+    """Of one that is killed while its ranks are in a call; one that ends closes its pools (`test_ranks`)."""
+    test, temporary, log = tmp_path / "test_small.py", tmp_path / "tmp", tmp_path / "log"
     test.write_text(SMALL_RUN)
     temporary.mkdir()
-    command = [sys.executable, "-W", "error", "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(test)]
-    command += ["-k", "test_that_is_killed" if kill else "test_use"]
-    env = {**os.environ, **ENV, "TMPDIR": str(temporary)}
-    supervisor = [sys.executable, "-c", SUPERVISOR, "kill" if kill else "", str(log), *command]
-    done = subprocess.run(supervisor, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    files = [str(path.relative_to(temporary)) for path in temporary.rglob("*")]
-    return json.loads(done.stdout), log.read_text(), files
-
-
-@pytest.mark.parametrize("kill", [False, True], ids=["to its end", "killed"])
-def test_a_test_run_leaves_nothing(tmp_path: Path, kill: bool) -> None:
     shared = sorted(os.listdir("/dev/shm"))
-    report, said, files = small_run(tmp_path, kill)
-    if kill:
-        assert report["status"] == -9, said
-        # Both ranks and what they are forked from were orphaned, and were killed with their parent.
-        assert report["orphans"] == [-9, -9, -9], said
-    else:
-        assert report["status"] == 0, said
-        assert "3 passed" in said
-        assert report["orphans"] == []
+    command = [sys.executable, "-W", "error", "-P", "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(test)]
+    env = {**os.environ, **ENV, "TMPDIR": str(temporary)}
+    supervisor = [sys.executable, "-c", SUPERVISOR, str(log), *command]
+    done = subprocess.run(supervisor, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    report, said = json.loads(done.stdout), log.read_text()
+    assert report["status"] == -9, said
+    # Both ranks and what they are forked from were orphaned, and were killed with their parent.
+    assert report["orphans"] == [-9, -9, -9], said
     assert report["left"] == []
-    assert files == []
+    assert list(temporary.rglob("*")) == []
     assert sorted(os.listdir("/dev/shm")) == shared

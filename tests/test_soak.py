@@ -6,27 +6,19 @@ Ten thousand calls are `nox -s soak`.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import fusedtp
-from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.bench.ranks import RankPool
 
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
 from .soak.mixed import DTYPES, OPS, Operands, draw
-from .soak.runs import SAMPLES, soak
+from .soak.runs import soak
 
 CALLS = [draw(random.Random(f"here/{number}"), 3) for number in range(200)]
-
-
-@pytest.fixture
-def as_before(pool: RankPool) -> Iterator[RankPool]:
-    """The pool, whose ranks get their own budget and epochs back."""
-    yield pool
-    pool.run(give_back)
 
 
 def give_back(group: torch.distributed.ProcessGroup) -> None:
@@ -34,9 +26,10 @@ def give_back(group: torch.distributed.ProcessGroup) -> None:
     fusedtp.set_timeout(110)
 
 
-def test_300_mixed_calls(as_before: RankPool) -> None:
+def test_300_mixed_calls(pool: RankPool) -> None:
     said: list[str] = []
-    by_rank = soak(as_before, 300, seed=20, say=said.append)
+    by_rank = soak(pool, 300, seed=20, say=said.append)
+    pool.run(give_back)
     assert len(by_rank) == 4
     assert said[-1].startswith("   300 of 300 calls right")
     check_wrapped(by_rank)
@@ -75,31 +68,6 @@ def test_a_wrong_element_is_found_in_any_result() -> None:
                 wrong.view(-1)[-1] += 30
                 with pytest.raises(AssertionError, match=f"{names[index]} of Call.* on rank 1: 1 of {out.numel()}"):
                     operands.check([*results[:index], wrong])
-
-
-class Failing:
-    """A pool in which the call with the number `wrong` fails."""
-
-    world_size = 2
-
-    def __init__(self, wrong: int) -> None:
-        self.wrong = wrong
-
-    def run(
-        self, fn: object, seed: int, num_shapes: int, first: int, count: int, *args: object, **options: object
-    ) -> list[Sample]:
-        if first <= self.wrong < first + count:
-            raise RankError({1: "raised"})
-        return [Sample(1, 1, 1)] * 2
-
-
-def test_a_failure_says_how_to_make_it_again() -> None:
-    with pytest.raises(RankError) as caught:
-        soak(Failing(wrong=77), 40 * SAMPLES, seed=5)  # type: ignore[arg-type]
-    (note,) = caught.value.__notes__
-    assert (
-        note == "among calls 40 to 79; again: nox -s soak -- --seed 5 --world-size 2 --shapes 400 --first 20 --calls 60"
-    )
 
 
 def samples(resident: list[float], num_fds: list[int]) -> list[Sample]:

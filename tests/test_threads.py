@@ -104,6 +104,28 @@ def test_one_group_in_two_threads_is_refused(pool: RankPool) -> None:
         assert "new_group()" in text
 
 
+def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op of another thread meets none of a workspace that is being given back, and all of it is free afterwards."""
+    monkeypatch.setattr(registry, "_made_for", {("one", CPU): None})
+    refused: list[str] = []
+
+    def taken() -> None:
+        locks.alone(("group", "one"), "op", lambda: None)
+
+    def forget(_: object) -> None:
+        try:
+            InThread(taken).result()
+        except RuntimeError as error:
+            refused.append(str(error))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "_forget", forget)
+    with pytest.raises(KeyboardInterrupt):
+        registry.destroy()
+    assert refused[0].startswith("op: destroy is under way in thread 'MainThread'")
+    taken()
+
+
 def first_op(group: ProcessGroup, by_signal: bool) -> str:
     """Rank 0 makes a second call during a group's first op, which waits for late peers to make the workspace."""
     flags, refused = Flags(f"first op, {by_signal=}"), []

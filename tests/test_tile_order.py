@@ -1,7 +1,7 @@
-"""The order of the tiles: each computed once, the own chunk first or last, and what rotation costs in operand reads.
+"""The order of the tiles: each computed once, the own chunk first or last, inside a chunk in groups of rows.
 
 What is run is the text of the device functions themselves, as plain Python on integers, so that nothing here can drift
-from the kernels; one kernel in Triton's interpreter says the same.
+from the kernels.
 """
 
 from __future__ import annotations
@@ -10,22 +10,16 @@ import __future__
 import inspect
 import itertools
 import textwrap
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import triton
-import triton.language as tl
 
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
-from fusedtp.kernels.configs import Config
-from fusedtp.kernels.matmul import Tile, locate_in_chunks
-from fusedtp.kernels.operands import tiles_of
+from fusedtp.kernels.matmul import Tile
 from fusedtp.kernels.signal import cdiv
 from fusedtp.shards import even_sizes, offsets
 
@@ -56,7 +50,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 
 PLAIN = plain(
-    cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among, matmul.locate_whole,
+    cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among,
     gather_matmul.dealt, gather_matmul.first_of, gather_matmul.places, gather_matmul._tile_at,
     gather_matmul._locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
 )  # fmt: skip
@@ -74,29 +68,18 @@ class Shape:
     group_m: int
     rank: int = 0
 
-    def context(self, M: int = 0) -> Any:
-        """As much of a kernel's context as LOCATE looks at."""
+    def order(self, kind: str) -> list[Tile]:
+        """The tiles of a kernel in the order of their numbers, of which there are as many as the launchers count."""
         table = Pointer(tuple(offsets(self.sizes)))
-        return SimpleNamespace(
-            table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=(self.N,), COUNT=1), M=M,
+        # As much of a kernel's context as is looked at.
+        ctx = SimpleNamespace(
+            table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=(self.N,), COUNT=1),
             epilogue=SimpleNamespace(GATED=False), PUSHERS=0,
             tiles=SimpleNamespace(BLOCK_M=self.block_m, BLOCK_N=self.block_n, GROUP_M=self.group_m),
             link=SimpleNamespace(rank=self.rank, group=SimpleNamespace(WORLD_SIZE=len(self.sizes))),
         )  # fmt: skip
-
-    def num_tiles(self, rows: Sequence[int]) -> int:
-        """As the launchers count them."""
-        return sum(-(-each // self.block_m) for each in rows) * -(-self.N // self.block_n)
-
-    def order(self, kind: str) -> list[Tile]:
-        """The tiles of a kernel in the order of their numbers."""
-        ctx = self.context()
-        return [ORDERS[kind](ctx, tile) for tile in range(self.num_tiles(self.sizes))]
-
-    def unrotated(self, rows: int) -> list[Tile]:
-        """The tiles of a plain matmul of `rows` rows."""
-        ctx = self.context(rows)
-        return [PLAIN["locate_whole"](ctx, tile) for tile in range(self.num_tiles((rows,)))]
+        num_tiles = sum(-(-rows // self.block_m) for rows in self.sizes) * -(-self.N // self.block_n)
+        return [ORDERS[kind](ctx, tile) for tile in range(num_tiles)]
 
 
 SIZES = (
@@ -136,11 +119,12 @@ def test_each_tile_once_and_the_own_chunk_where_it_belongs(kind: str) -> None:
             assert visited[0 if kind == "gather" else -1] == shape.rank
 
 
-def test_inside_a_chunk_the_order_is_the_plain_one() -> None:
+def test_inside_a_chunk_columns_of_grouped_rows_follow_each_other() -> None:
+    """Tiles of one column and one group of rows, which read the same operands, are neighbours."""
     for shape, kind in itertools.product(SHAPES[:: len(SHAPES) // 200], ORDERS):
-        for chunk, tiles in itertools.groupby(shape.order(kind), lambda tile: tile.chunk):
-            alone = [(tile.index, tile.col) for tile in shape.unrotated(shape.sizes[chunk])]
-            assert [(tile.index, tile.col) for tile in tiles] == alone, shape
+        for _, tiles in itertools.groupby(shape.order(kind), lambda tile: tile.chunk):
+            found = [(tile.index // shape.group_m, tile.col, tile.index) for tile in tiles]
+            assert found == sorted(found), shape
 
 
 def deal(num_tiles: int, programs: int, late: int, head: int, *, pairs: bool) -> list[list[int]]:
@@ -175,85 +159,3 @@ def test_late_programs_sit_out_the_first_turns(pairs: bool) -> None:
             turns = [len(tiles) / (1 + pairs) for tiles in dealt]
             ends[head] = max((start + n for start, n in zip(starts, turns, strict=True) if n), default=0.0)
         assert ends[chosen] <= min(ends.values()) + 1e-9, (num_tiles, programs, late, share, chosen, ends)
-
-
-@triton.jit
-def _order_kernel(out, table, first, N, num_tiles, tiles, WORLD_SIZE: tl.constexpr):
-    for tile in range(0, num_tiles):
-        found = locate_in_chunks(tile, table, first, cdiv(N, tiles.BLOCK_N), WORLD_SIZE, tiles)
-        tl.store(out + 3 * tile, found.chunk)
-        tl.store(out + 3 * tile + 1, found.index)
-        tl.store(out + 3 * tile + 2, found.col)
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_an_interpreted_kernel_says_the_same(rank: int) -> None:
-    shape = Shape((70, 0, 33), 50, 16, 16, 2, rank)
-    tiles = shape.order("gather")
-    out = torch.empty(len(tiles), 3, dtype=torch.int32)
-    table = torch.tensor(offsets(shape.sizes), dtype=torch.int32)
-    blocks = tiles_of(Config(block_m=16, block_n=16, group_m=2), flatten=False)
-    _order_kernel[(1,)](out, table, rank, shape.N, len(tiles), blocks, 3)
-    assert out.tolist() == [[tile.chunk, tile.index, tile.col] for tile in tiles]
-
-
-def reads(tiles: Sequence[Tile], shape: Shape, K: int, *, programs: int, cache_bytes: int) -> int:
-    """Bytes of A and B that a cache of the last used panels does not have, bfloat16.
-
-    `programs` tiles at a time march along K together: a panel of rows or columns that several of them need is read
-    once, and found again by the next tiles unless `cache_bytes` of others came between.
-    """
-    cache: OrderedDict[tuple[str, int, int], int] = OrderedDict()
-    missed = 0
-    for begin in range(0, len(tiles), programs):
-        wave: dict[tuple[str, int, int], int] = {}
-        for tile in tiles[begin : begin + programs]:
-            wave["a", tile.begin, tile.row] = 2 * K * shape.block_m
-            wave["b", 0, tile.col] = 2 * K * shape.block_n
-        missed += sum(num_bytes for panel, num_bytes in wave.items() if panel not in cache)
-        for panel, num_bytes in wave.items():
-            cache[panel] = num_bytes
-            cache.move_to_end(panel)
-        while sum(cache.values()) > cache_bytes:
-            cache.popitem(last=False)
-    return missed
-
-
-# M, N a rank, K on 8 ranks, 128 x 128 tiles in groups of 8 rows, 132 programs and 50 MB of L2 as on an H100; and what
-# the rotated order reads in times of the unrotated one's. Tiles do not straddle chunks: one with fewer tile rows than a
-# group has lower groups, which matters where N is wide, as B is read again for each of them.
-READS = {
-    (16384, 3584, 8192): 1.00,
-    (8192, 3584, 8192): 1.00,
-    (4096, 3584, 8192): 0.83,
-    (8192, 14336, 8192): 1.00,
-    (4096, 14336, 8192): 2.11,
-    (2048, 14336, 8192): 3.89,
-    (1024, 14336, 8192): 5.34,
-}
-H100 = {"programs": 132, "cache_bytes": 50 << 20}
-
-
-def ratio(sizes: tuple[int, ...], N: int, K: int, kind: str, rank: int) -> float:
-    """Operand reads of a rank's order over those of the unrotated one."""
-    shape = Shape(sizes, N, 128, 128, 8, rank)
-    return reads(shape.order(kind), shape, K, **H100) / reads(shape.unrotated(sum(sizes)), shape, K, **H100)
-
-
-@pytest.mark.parametrize(("M", "N", "K"), READS)
-def test_what_rotation_costs_in_operand_reads(M: int, N: int, K: int) -> None:
-    ratios = [ratio(even_sizes(M, 8), N, K, kind, rank) for kind, rank in (("gather", 0), ("scatter", 5))]
-    assert max(ratios) == pytest.approx(READS[M, N, K], abs=0.01)
-
-
-def test_what_rotation_of_uneven_shards_costs_in_operand_reads() -> None:
-    sizes = (4096, 0, 2048, 512, 512, 512, 256, 256)
-    assert max(ratio(sizes, 14336, 8192, kind, 3) for kind in ORDERS) == pytest.approx(1.39, abs=0.01)
-    assert max(ratio(sizes, 3584, 8192, kind, 3) for kind in ORDERS) < 1.06
-
-
-def test_the_swizzle_inside_chunks_reads_a_fifth() -> None:
-    """What the model of the cache can see: groups of one tile row against groups of eight."""
-    rows, groups = (Shape(even_sizes(8192, 8), 14336, 128, 128, group_m) for group_m in (1, 8))
-    many, few = (reads(each.order("gather"), each, 8192, **H100) for each in (rows, groups))
-    assert few < many / 5

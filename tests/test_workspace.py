@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
 import re
 import time
 import warnings
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,10 +20,10 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.workspaces import clock, registry, workspace
-from fusedtp.workspaces.steps import wrapping_difference
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, arenas, mappings
+from .harness import last_path
 from .soak import interruptions
 from .virtual_ranks import local_memories, running
 
@@ -31,7 +31,7 @@ from .virtual_ranks import local_memories, running
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 
-def life(group: ProcessGroup) -> dict[str, Any]:
+def life(group: ProcessGroup) -> None:
     fusedtp.destroy()
     # What exceptions of other tests still show is mapped.
     gc.collect()
@@ -55,91 +55,71 @@ def life(group: ProcessGroup) -> dict[str, Any]:
     # And it comes back, with every rank taking part.
     again = fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
     fusedtp.destroy()
-    return {
-        "right": bool((whole == 1).all()) and again.tolist() == [group.size()] * 3, "first": first, "grown": grown,
-        "epoch": epoch, "sealed": sealed, "maps": maps, "after": after, "files": arenas(),
-        "shm": os.listdir("/dev/shm") == shm,
-    }  # fmt: skip
+    assert bool((whole == 1).all())
+    assert again.tolist() == [group.size()] * 3
+    assert grown >= 3 * 512 * 1024 * 4 > first
+    assert epoch == 2  # growing kept count
+    assert sealed
+    assert (maps, after, arenas()) == (3, 0, [])
+    assert os.listdir("/dev/shm") == shm
 
 
 def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
-    for reply in pool.run(life, world_size=3):
-        assert reply["right"]
-        assert reply["grown"] >= 3 * 512 * 1024 * 4 > reply["first"]
-        assert reply["epoch"] == 2  # growing kept count
-        assert reply["sealed"]
-        assert reply["maps"] == 3
-        assert (reply["after"], reply["files"]) == (0, [])
-        assert reply["shm"]
+    pool.run(life, world_size=3)
 
 
-def elsewhere(group: ProcessGroup) -> tuple[bool, str, str, list[str], bool]:
+def refused_on_one(group: ProcessGroup, lacks: str) -> tuple[str, str, list[str], list[int]]:
+    """Rank 1 is on another machine, or has no descriptors left: the schedule of `auto`, what `decomposed` raises, what
+    is warned of, and the descriptors left; then all is well again.
+    """
     from fusedtp.memory import posix
-
-    fusedtp.destroy()
-    machine = posix._machine
-    if group.rank() == 1:
-        posix._machine = lambda: (machine()[0] ^ 1, machine()[1])
-    x, weight = torch.randn(4, 6), torch.randn(5, 6)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        outs = [fusedtp.all_gather_linear(x, weight, group=group) for _ in range(2)]
-    path = fusedtp.last_path()
-    try:
-        fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
-        refused = ""
-    except registry.Unreachable as error:
-        refused = str(error)
-    posix._machine = machine
-    fusedtp.destroy()
-    begin = 4 * group.rank()
-    right = all(bool(torch.allclose(out[begin : begin + 4], x @ weight.t())) for out in outs)
-    assert path is not None
-    return right, path.schedule, refused, [str(each.message) for each in said], not arenas()
-
-
-def test_unreachable_memory_runs_unfused_and_says_so_once(pool: RankPool) -> None:
-    for right, schedule, refused, said, clean in pool.run(elsewhere, world_size=3):
-        assert right
-        assert schedule == "unfused"
-        assert refused == (
-            "rank 0 cannot map the memory of rank 1: they are on different machines: use schedule 'unfused' between "
-            "machines"
-        )
-        assert len(said) == 1
-        assert refused in said[0]
-        assert clean
-
-
-def exhausted(group: ProcessGroup) -> tuple[str, list[int]]:
-    """Rank 1 has no descriptors left."""
-    fusedtp.destroy()
-    make = os.memfd_create
 
     def none_left(name: str, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    if group.rank() == 1:
-        os.memfd_create = none_left  # type: ignore[assignment]
-    try:
-        fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
-        said = ""
-    except registry.Unreachable as error:
-        said = str(error)
-    os.memfd_create = make
+    fusedtp.destroy()
+    machine, x, weight = posix._machine, torch.randn(4, 6), torch.randn(5, 6)
+    there = machine()[0] ^ 1, machine()[1]
+    change = {
+        "the machine": mock.patch.object(posix, "_machine", return_value=there),
+        "descriptors": mock.patch.object(os, "memfd_create", none_left),
+    }[lacks]
+    with warnings.catch_warnings(record=True) as said, change if group.rank() == 1 else contextlib.nullcontext():
+        warnings.simplefilter("always")
+        outs = [fusedtp.all_gather_linear(x, weight, group=group) for _ in range(2)]
+        path = last_path()
+        with pytest.raises(registry.Unreachable) as refused:
+            fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
+    begin = 4 * group.rank()
+    assert all(bool(torch.allclose(out[begin : begin + 4], x @ weight.t())) for out in outs)
     fusedtp.destroy()
     left = arenas()
     assert fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed").tolist() == [3.0] * 3
     fusedtp.destroy()
-    return said, left
+    return path.schedule, str(refused.value), [str(each.message) for each in said], left
 
 
-def test_a_rank_without_descriptors_keeps_nobody_waiting(pool: RankPool) -> None:
-    (first, left), *others = pool.run(exhausted, world_size=3)
-    assert first.startswith("rank 1 cannot make an arena of ")
-    assert "bytes: Too many open files: its process has no file descriptor left: raise the limit, ulimit -n" in first
-    assert left == []
-    assert others == [(first, left)] * 2
+@pytest.mark.parametrize(
+    ("lacks", "why"),
+    [
+        (
+            "the machine",
+            "rank 0 cannot map the memory of rank 1: they are on different machines: use schedule 'unfused' between "
+            "machines",
+        ),
+        ("descriptors", "its process has no file descriptor left: raise the limit, ulimit -n"),
+    ],
+)
+def test_memory_that_one_rank_cannot_share_is_told_all_once(pool: RankPool, lacks: str, why: str) -> None:
+    replies = pool.run(refused_on_one, lacks, world_size=3)
+    refusals = {refused for _, refused, _, _ in replies}
+    for schedule, refused, said, left in replies:
+        assert schedule == "unfused"
+        assert why in refused
+        assert len(said) == 1
+        assert refused in said[0]
+        assert left == []
+    assert len(refusals) == 1
 
 
 def unlike(group: ProcessGroup) -> list[str]:
@@ -220,24 +200,6 @@ def test_growth_does_not_wait_longer_than_an_op(pool: RankPool, other_op: bool) 
             assert "its memory to grow: step 1 expected, 0 seen" in said
 
 
-def test_views_of_the_two_halves_do_not_overlap() -> None:
-    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
-    ws.require(1 << 20, 500)
-    shape = ((1 << 20) // 4, 1)
-    ws.view(0, 0, 0, shape, torch.float32).fill_(1)
-    ws.view(0, 1, 0, shape, torch.float32).fill_(2)
-    assert (ws.view(0, 0, 0, shape, torch.float32) == 1).all()
-    assert ws.epoch == 0  # the header is untouched
-    assert (ws.view(0, 0, 0, shape, torch.float32).data_ptr() - ws.addresses[0]) % 256 == 0
-    ws.close()
-
-
-def test_epochs_are_compared_around_the_wrap() -> None:
-    assert wrapping_difference(-(2**31), 2**31 - 1) == 1
-    assert wrapping_difference(2**31 - 1, -(2**31)) == -1
-    assert wrapping_difference(5, 5) == 0
-
-
 def test_a_workspace_that_is_interrupted_while_it_is_made_can_be_closed() -> None:
     number = 0
     place = "somewhere"
@@ -250,26 +212,22 @@ def test_a_workspace_that_is_interrupted_while_it_is_made_can_be_closed() -> Non
     assert number > 20
 
 
-def test_tables_of_lengths_do_not_pile_up() -> None:
-    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
-    for length in range(3000):
-        assert ws.table((length,)).tolist() == [0, length]
-    assert len(ws._tables) <= 1024
-    ws.close()
-
-
-def many_shapes(group: ProcessGroup) -> list[int]:
+def many_shapes(group: ProcessGroup) -> tuple[int, int]:
     fusedtp.destroy(group)
     with mock.patch.object(workspace, "_MAX_DECISIONS", 4):
         for rows in (*range(1, 9), *range(1, 9)):
             out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
             assert out.shape == (rows * group.size(), 2)
-    return [len(registry.get(group, CPU)._decisions)]
+    ws = registry.get(group, CPU)
+    for length in range(3000):
+        assert ws.table((length,)).tolist() == [0, length]
+    return len(ws._decisions), len(ws._tables)
 
 
-def test_decisions_of_shapes_do_not_pile_up(pool: RankPool) -> None:
-    for (num_decisions,) in pool.run(many_shapes, world_size=2):
+def test_decisions_and_tables_of_shapes_do_not_pile_up(pool: RankPool) -> None:
+    for num_decisions, num_tables in pool.run(many_shapes, world_size=2):
         assert 1 <= num_decisions <= 4
+        assert num_tables <= 1024
 
 
 def test_growth_during_a_capture_is_refused() -> None:

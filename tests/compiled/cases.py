@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,13 +55,35 @@ class Variant:
     adds: bool = False
 
 
-def _variants() -> dict[str, Variant]:
+def _of(module: str, kernel: str = "", **usual: Any) -> Callable[..., Variant]:
+    """Make variants of one kernel, which are as usual but for what is given."""
+
+    def variant(name: str, flags: dict[str, Any], **own: Any) -> Variant:
+        return Variant(name, module, kernel or f"_{module}_kernel", flags, **usual | own)
+
+    return variant
+
+
+def _variants() -> list[Variant]:
+    # Raised: the entry, and pieces or tiles. Waited for: they.
+    multiplied = _of("matmul", multiplies=True)
+    gathered = _of("gather_matmul", multiplies=True, waits=2, raises=2)
+    scattered = _of("matmul_scatter", multiplies=True, raises=2)
+    reduced_in_one = _of("matmul_all_reduce", multiplies=True, waits=3, raises=3)
+    pushed, collected = _of("push", raises=2), _of("push", "_collect_kernel", waits=2)
+    reduced, ringed = _of("reduce", waits=2), _of("ring")
     gather = {"PER_ROW": False, "LAST": True, "IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
         "PUSHERS": 16, "CONTRACTION": False, "JOINED": False}  # fmt: skip
+    contraction = gather | {"CONTRACTION": True}
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
+    push_own = push | {"SCATTER": True, "WITH_OWN": True}
     reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "ALIGNED": False}  # fmt: skip
-    ring, split = {"REDUCE": True, "GATHER": True}, {"IN_PLACE": False, "PUSHERS": 0}
+    ring = {"REDUCE": True, "GATHER": True}
+    # What is `split` pushes in a kernel before, the own shard too: every tile waits.
+    split, sent_before = {"IN_PLACE": False, "PUSHERS": 0}, {"waits": 1, "raises": 0}
+    broadcast, not_last = {"BROADCAST": True, "LAST": False}, {"LAST": False}
+    gated = {"ACTIVATION": "silu", "GATED": True}
     # As many leaves as a rank has at most by default; with eight of them four sums are in registers.
     leaves, subtrees = {"LEAVES": 8, "LEAVES_ALIGNED": True}, {"TREE": True}
     # On targets with multicast.
@@ -68,106 +91,82 @@ def _variants() -> dict[str, Variant]:
     in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
-    # Raised: the entry, and pieces or tiles. Waited for: they. What is `split` pushes in a kernel before, the own shard
-    # too: every tile waits.
-    all_of = [
-        Variant("matmul", "matmul", "_matmul_kernel", {"PER_ROW": False}, True),
-        Variant("matmul transposed", "matmul", "_matmul_kernel", {"PER_ROW": True}, True,
-            transposed=True),
-        Variant("gather rows", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2),
-        Variant("gather rows, split", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | {"LAST": False}, True, 1, 0),
-        Variant("gather rows, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | in_pieces | {"LAST": False}, True, 1, 0),
-        Variant("gather rows, pushed before", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"PUSHERS": 0, "LAST": False}, True, 1, 0),
-        Variant("gather rows, own pushed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"IN_PLACE": False}, True, 2, 2),
-        Variant("gather rows, joined", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"IN_PLACE": False, "JOINED": True}, True, 2, 2),
-        Variant("gather rows, split, joined", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | {"JOINED": True, "LAST": False}, True, 1, 0),
-        Variant("gather rows transposed", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"PER_ROW": True}, True, 2, 2, transposed=True),
-        Variant("gather rows, gelu", "gather_matmul", "_gather_matmul_kernel", gather | {"ACTIVATION": "gelu"}, True,
-            2, 2),
-        Variant("gather rows, gelu, kept", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"ACTIVATION": "gelu", "KEEPS": True}, True, 2, 2),
-        Variant("gather rows, swiglu", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"ACTIVATION": "silu", "GATED": True}, True, 2, 2, more=1),
-        Variant("gather rows, swiglu, kept", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"ACTIVATION": "silu", "GATED": True, "KEEPS": True}, True, 2, 2, more=1),
-        Variant("gather rows, three weights", "gather_matmul", "_gather_matmul_kernel", gather, True, 2, 2, more=2),
-        Variant("gather contraction, three weights", "gather_matmul", "_gather_matmul_kernel",
-            gather | {"CONTRACTION": True}, True, 2, 2, more=2),
-        Variant("scatter, three weights", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2, more=2),
-        Variant("gather contraction", "gather_matmul", "_gather_matmul_kernel", gather | {"CONTRACTION": True}, True,
-            2, 2),
-        Variant("gather contraction, split", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | {"CONTRACTION": True}, True, 2, 0),
-        Variant("gather contraction, split, in pieces", "gather_matmul", "_gather_matmul_kernel",
-            gather | split | in_pieces | {"CONTRACTION": True}, True, 2, 0),
-        Variant("scatter", "matmul_scatter", "_matmul_scatter_kernel", scatter, True, 0, 2),
-        Variant("scatter to all", "matmul_scatter", "_matmul_scatter_kernel", scatter | {"TO_ALL": True}, True, 0, 2),
-        Variant("all-reduce in one", "matmul_all_reduce", "_matmul_all_reduce_kernel", in_one, True, 3, 3),
-        Variant("all-reduce in one, to all", "matmul_all_reduce", "_matmul_all_reduce_kernel",
-            in_one | {"TO_ALL": True}, True, 2, 3, adds=True),
-        Variant("all-reduce in one, in parts", "matmul_all_reduce", "_matmul_all_reduce_kernel",
-            in_one | {"SPLITS": 2}, True, 3, 3),
-        Variant("all-reduce in one, in parts to all", "matmul_all_reduce", "_matmul_all_reduce_kernel",
-            in_one | {"SPLITS": 2, "TO_ALL": True}, True, 2, 3, adds=True),
-        Variant("matmul, tree", "matmul", "_matmul_kernel", leaves | {"PER_ROW": False}, True),
-        Variant("gather rows, tree", "gather_matmul", "_gather_matmul_kernel", gather | leaves, True, 2, 2),
-        Variant("gather rows, tree, two weights", "gather_matmul", "_gather_matmul_kernel", gather | leaves, True, 2, 2,
-            more=1),
-        Variant("scatter, tree", "matmul_scatter", "_matmul_scatter_kernel", scatter | leaves, True, 0, 2),
-        Variant("scatter, tree, two terms", "matmul_scatter", "_matmul_scatter_kernel", scatter | leaves, True, 0, 2,
-            more=1),
-        Variant("scatter, tree, to all", "matmul_scatter", "_matmul_scatter_kernel",
-            scatter | leaves | {"TO_ALL": True}, True, 0, 2),
-        Variant("all-reduce in one, in the switch", "matmul_all_reduce", "_matmul_all_reduce_kernel",
-            in_one | switch, True, 3, 3, adds=True),
-        Variant("scatter, to the switch", "matmul_scatter", "_matmul_scatter_kernel", scatter | switch, True, 0, 2),
-        Variant("scatter of two terms, to the switch", "matmul_scatter", "_matmul_scatter_kernel", scatter | switch,
-            True, 0, 2, more=1),
-        Variant("push", "push", "_push_kernel", push, False, 0, 2),
-        Variant("push a scatter, to the switch", "push", "_push_kernel",
-            push | switch | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
-        Variant("push a scatter", "push", "_push_kernel", push | {"SCATTER": True, "WITH_OWN": True}, False, 0, 2),
-        Variant("push, to all at once", "push", "_push_kernel", push | switch, False, 0, 2),
-        Variant("gather rows, to all at once", "gather_matmul", "_gather_matmul_kernel", gather | switch, True, 2, 2),
-        Variant("gather contraction, to all at once", "gather_matmul", "_gather_matmul_kernel",
-            gather | switch | {"CONTRACTION": True}, True, 2, 2),
-        Variant("push in pieces", "push", "_push_kernel", push | in_pieces, False, 0, 2),
-        Variant("collect pieces", "push", "_collect_kernel", {"PER_TILE": False}, False, 2),
-        Variant("collect pieces of a quarter", "push", "_collect_kernel", in_pieces | {"PER_TILE": False}, False, 2),
-        Variant("collect tiles", "push", "_collect_kernel", {"PER_TILE": True}, False, 2),
-        Variant("reduce", "reduce", "_reduce_kernel", reduce, False, 2),
-        Variant("reduce pieces and broadcast", "reduce", "_reduce_kernel", reduce | {"OWN_IN_PLACE": True,
-            "PER_TILE": False, "BROADCAST": True, "bias_ptr": None, "LAST": False}, False, 1, 1),
-        Variant("reduce transposed", "reduce", "_reduce_kernel", reduce | {"PER_ROW": True, "ALIGNED": True}, False, 2,
-            transposed=True),
-        Variant("reduce, residual", "reduce", "_reduce_kernel", reduce, False, 2, adds=True),
-        Variant("reduce in the switch, and broadcast", "reduce", "_reduce_kernel",
-            reduce | switch | {"BROADCAST": True, "LAST": False}, False, 1, 1, adds=True),
-        Variant("reduce, tree", "reduce", "_reduce_kernel", reduce | subtrees, False, 2),
-        Variant("reduce, tree, and broadcast", "reduce", "_reduce_kernel",
-            reduce | subtrees | {"BROADCAST": True, "LAST": False}, False, 1, 1),
-        Variant("reduce, tree, own in place", "reduce", "_reduce_kernel",
-            reduce | subtrees | {"OWN_IN_PLACE": True, "PER_TILE": False, "bias_ptr": None}, False, 1),
-        Variant("ring all-reduce", "ring", "_ring_kernel", ring, False, 3, 4),
-        Variant("ring all-gather", "ring", "_ring_kernel", ring | {"REDUCE": False}, False, 2, 3),
-        Variant("ring reduce-scatter", "ring", "_ring_kernel", ring | {"GATHER": False}, False, 2, 2),
+    own_alone = {"OWN_IN_PLACE": True, "PER_TILE": False, "bias_ptr": None}
+    return [
+        multiplied("matmul", {"PER_ROW": False}),
+        multiplied("matmul transposed", {"PER_ROW": True}, transposed=True),
+        gathered("gather rows", gather),
+        gathered("gather rows, split", gather | split | not_last, **sent_before),
+        gathered("gather rows, split, in pieces", gather | split | in_pieces | not_last, **sent_before),
+        gathered("gather rows, pushed before", gather | {"PUSHERS": 0, "LAST": False}, **sent_before),
+        gathered("gather rows, own pushed", gather | {"IN_PLACE": False}),
+        gathered("gather rows, joined", gather | {"IN_PLACE": False, "JOINED": True}),
+        gathered("gather rows, split, joined", gather | split | {"JOINED": True, "LAST": False}, **sent_before),
+        gathered("gather rows transposed", gather | {"PER_ROW": True}, transposed=True),
+        gathered("gather rows, gelu", gather | {"ACTIVATION": "gelu"}),
+        gathered("gather rows, gelu, kept", gather | {"ACTIVATION": "gelu", "KEEPS": True}),
+        gathered("gather rows, swiglu", gather | gated, more=1),
+        gathered("gather rows, swiglu, kept", gather | gated | {"KEEPS": True}, more=1),
+        gathered("gather rows, three weights", gather, more=2),
+        gathered("gather contraction, three weights", contraction, more=2),
+        scattered("scatter, three weights", scatter, more=2),
+        gathered("gather contraction", contraction),
+        gathered("gather contraction, split", contraction | split, raises=0),
+        gathered("gather contraction, split, in pieces", contraction | split | in_pieces, raises=0),
+        scattered("scatter", scatter),
+        scattered("scatter to all", {"TO_ALL": True}),
+        reduced_in_one("all-reduce in one", in_one),
+        reduced_in_one("all-reduce in one, to all", in_one | {"TO_ALL": True}, waits=2, adds=True),
+        reduced_in_one("all-reduce in one, in parts", in_one | {"SPLITS": 2}),
+        reduced_in_one(
+            "all-reduce in one, in parts to all", in_one | {"SPLITS": 2, "TO_ALL": True}, waits=2, adds=True
+        ),
+        multiplied("matmul, tree", leaves | {"PER_ROW": False}),
+        gathered("gather rows, tree", gather | leaves),
+        gathered("gather rows, tree, two weights", gather | leaves, more=1),
+        scattered("scatter, tree", scatter | leaves),
+        scattered("scatter, tree, two terms", scatter | leaves, more=1),
+        scattered("scatter, tree, to all", leaves | {"TO_ALL": True}),
+        reduced_in_one("all-reduce in one, in the switch", in_one | switch, adds=True),
+        scattered("scatter, to the switch", scatter | switch),
+        scattered("scatter of two terms, to the switch", scatter | switch, more=1),
+        pushed("push", push),
+        pushed("push a scatter, to the switch", push_own | switch),
+        pushed("push a scatter", push_own),
+        pushed("push, to all at once", push | switch),
+        gathered("gather rows, to all at once", gather | switch),
+        gathered("gather contraction, to all at once", contraction | switch),
+        pushed("push in pieces", push | in_pieces),
+        collected("collect pieces", {"PER_TILE": False}),
+        collected("collect pieces of a quarter", in_pieces | {"PER_TILE": False}),
+        collected("collect tiles", {"PER_TILE": True}),
+        reduced("reduce", reduce),
+        reduced("reduce pieces and broadcast", reduce | own_alone | broadcast, waits=1, raises=1),
+        reduced("reduce transposed", reduce | {"PER_ROW": True, "ALIGNED": True}, transposed=True),
+        reduced("reduce, residual", reduce, adds=True),
+        reduced("reduce in the switch, and broadcast", reduce | switch | broadcast, waits=1, raises=1, adds=True),
+        reduced("reduce, tree", reduce | subtrees),
+        reduced("reduce, tree, and broadcast", reduce | subtrees | broadcast, waits=1, raises=1),
+        reduced("reduce, tree, own in place", reduce | subtrees | own_alone, waits=1),
+        ringed("ring all-reduce", ring, waits=3, raises=4),
+        ringed("ring all-gather", ring | {"REDUCE": False}, waits=2, raises=3),
+        ringed("ring reduce-scatter", ring | {"GATHER": False}, waits=2, raises=2),
         *(
-            Variant(f"step {name}", "steps", "_step_kernel", {"STEP": name}, False, name in ("wait", "leave"),
-                name in ("enter", "signal"))
+            Variant(
+                f"step {name}",
+                "steps",
+                "_step_kernel",
+                {"STEP": name},
+                False,
+                name in ("wait", "leave"),
+                name in ("enter", "signal"),
+            )
             for name in ("enter", "signal", "wait", "leave")
         ),
-    ]  # fmt: skip
-    return {each.name: each for each in all_of}
+    ]
 
 
-VARIANTS = _variants()
+VARIANTS = {each.name: each for each in _variants()}
 # Flags that say what is a multiple of 16.
 _ALIGNED = "ALIGNED", "ROWS_ALIGNED", "LEAVES_ALIGNED"
 

@@ -173,20 +173,12 @@ MUTANTS = (
         (("signal", "read(host + CLOCK_MS) - start", 'tl.load(host + CLOCK_MS, cache_modifier=".cv") - start'),),
     ),
     Mutant(
-        "a clock's start that every thread loads", checks.decisions, _WAITS,
-        (("signal", "start = read(host + CLOCK_MS)", 'start = tl.load(host + CLOCK_MS, cache_modifier=".cv")'),),
-    ),
-    Mutant(
         "a budget that every thread loads", checks.decisions, _WAITS,
         (("signal", "budget = read(words + BUDGET_MS)", "budget = tl.load(words + BUDGET_MS)"),),
     ),
     Mutant(
         "a wait given up that every thread loads", checks.decisions, _WAITS,
         (("signal", "given_up = read(words + GIVEN_UP)", "given_up = tl.load(words + GIVEN_UP, volatile=True)"),),
-    ),
-    Mutant(
-        "an epoch that every thread loads", checks.decisions, _WAITS,
-        (("signal", "read(header(group, rank) + EPOCH)", "tl.load(header(group, rank) + EPOCH)"),),
     ),
     Mutant(
         "an entry that every thread decides", checks.decisions, _ENTERS,

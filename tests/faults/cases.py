@@ -38,7 +38,6 @@ class Call:
     number: int
     options: dict[str, Any]
     rows: int = ROWS
-    dtype: torch.dtype = torch.float32
 
     @property
     def rank(self) -> int:
@@ -46,11 +45,11 @@ class Call:
 
     def everyone(self, rows: int, cols: int) -> list[Tensor]:
         """Every rank's operand, in rank order."""
-        return [whole_numbers(self.number, rank, rows, cols).to(self.dtype) for rank in range(self.group.size())]
+        return [whole_numbers(self.number, rank, rows, cols) for rank in range(self.group.size())]
 
     def weights(self, cols: int) -> list[Tensor]:
         """Every rank's weight [N, cols]."""
-        return [whole_numbers(self.number + 500, rank, N, cols).to(self.dtype) for rank in range(self.group.size())]
+        return [whole_numbers(self.number + 500, rank, N, cols) for rank in range(self.group.size())]
 
     def own(self, whole: Tensor, dim: int = 0) -> Tensor:
         """This rank's part of a result."""
@@ -129,18 +128,9 @@ class Case:
     options: dict[str, Any]
     rows: int = ROWS
 
-    def __call__(
-        self,
-        group: ProcessGroup,
-        number: int,
-        *,
-        more_rows: int = 0,
-        dtype: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> bool:
+    def __call__(self, group: ProcessGroup, number: int, *, more_rows: int = 0) -> bool:
         """Make the call; whether what it returned is right."""
-        options = {**self.options, "schedule": self.schedule, **options}
-        call = Call(group, number, options, self.rows + more_rows, dtype)
+        call = Call(group, number, {**self.options, "schedule": self.schedule}, self.rows + more_rows)
         return all(torch.equal(out, expected) for out, expected in self.run(call))
 
 
@@ -178,6 +168,5 @@ def _cases() -> list[Case]:
     ]
 
 
-# By schedule and name; and those of the public functions.
+# By schedule and name.
 CASES = {f"{case.schedule}: {case.name}": case for case in _cases()}
-COMPARING = [name for name, case in CASES.items() if case.run not in (_two_matmuls, _scatter_and_gather)]

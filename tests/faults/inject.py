@@ -5,7 +5,6 @@ The ranks meet in the group's store, never in a collective: some of them are sto
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import signal
@@ -13,9 +12,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from fusedtp.kernels.signal import WAITING_FOR as _WAITING_FOR
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
+from ..beside import arenas, mappings
 from .cases import CASES
 from .points import NOTHING_SENT, Watch
 
@@ -72,8 +71,8 @@ class Outcome:
     own_seconds: float = 0.0
     step: str = ""
     recovered: bool = False
-    # Of arenas, after `destroy`.
-    left: list[str] = field(default_factory=list)
+    # How many descriptors and mappings of arenas, after `destroy`.
+    left: int = 0
 
 
 class Meeting:
@@ -105,10 +104,6 @@ def _state(pid: int) -> str:
             return file.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def _is_stopped(pid: int) -> bool:
-    return _state(pid) == "T"
 
 
 def _stop_for(seconds: float) -> None:
@@ -169,7 +164,7 @@ class Fault:
             and self.meeting.rank == self.survivors[0]
         ):
             self.meeting.hear("given up", self.survivors)
-            while not _is_stopped(pid):
+            while _state(pid) != "T":
                 time.sleep(0.005)
             os.kill(pid, signal.SIGKILL if self.injection.kind == "is stopped for good" else signal.SIGCONT)
 
@@ -294,7 +289,7 @@ def one_by_one(group: ProcessGroup, injections: list[Injection], name: str) -> l
     for number, injection in enumerate(injections):
         outcome = inject(here, injection, f"{name}/{number}")
         fusedtp.destroy(here)
-        outcome.left = _arenas()
+        outcome.left = len(arenas()) + mappings()
         survivors = [rank for rank in range(here.size()) if rank != injection.rank]
         here = fresh(Meeting(here, f"{name}/{number}"), here, survivors)
         outcome.recovered = recover(here, injection.case)
@@ -307,13 +302,3 @@ def one_by_one(group: ProcessGroup, injections: list[Injection], name: str) -> l
         ]
         for number, injection in enumerate(injections)
     ]
-
-
-def _arenas() -> list[str]:
-    # What is left of arenas in this process: mappings and descriptors.
-    fds = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            fds.append(os.readlink(f"/proc/self/fd/{fd}"))
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return [each for each in (*fds, *lines) if "memfd:fusedtp" in each]

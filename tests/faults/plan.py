@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from . import disagree
-from .cases import CASES, COMPARING
-from .disagree import Disagreement
+from .cases import CASES
 from .inject import Injection
 from .verdict import HARMLESS
 
@@ -53,12 +51,4 @@ def killed_of_three(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
         [Injection("is killed", case, size, i % size, where, 1, seconds) for size in (3, 2)]
         for case in cases
         for i, where in enumerate((0.0, 0.5, 1.0))
-    ]
-
-
-def disagreements(world_size: int) -> list[Disagreement]:
-    """Every kind in every case of a public function."""
-    return [
-        Disagreement(kind, case, world_size, (i + j) % world_size)
-        for (i, case), (j, kind) in itertools.product(enumerate(COMPARING), enumerate(disagree.KINDS))
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,6 @@ import torch
 from fusedtp.kernels.launch import Config
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.schedules.forms import Prepared
-from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
@@ -28,168 +27,118 @@ TINY = Config(block_m=2, block_n=2, block_k=2, group_m=2, programs=2, pushers=2,
 COLS = 2
 
 
-@dataclass
-class _Group:
-    """As much of a process group as the schedules look at."""
-
-    rank: Callable[[], int]
-    size: Callable[[], int]
-    group_name: str = "protocol"
-
-
-# One rank's op: (workspace, sizes, group).
-Op = Callable[[Workspace, tuple[int, ...], _Group], object]
+# One rank's op on a workspace, with every rank's number of rows (of columns, where these are shared).
+Op = Callable[[Workspace, tuple[int, ...]], object]
 
 
 def _ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def _pieces(op: Op) -> Op:
-    """The op with a slot a row, and a copy a row."""
-
-    def in_pieces(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        with mock.patch.object(producer, "PIECE_BYTES", 1), mock.patch.object(producer, "COPY_BYTES", 1):
-            return op(ws, sizes, group)
-
-    return in_pieces
-
-
-def _run(op: str, ws: Workspace, *operands: torch.Tensor | None, **options: Any) -> object:
-    with running(ws, op):
-        return finish(direct.results(op, ws, *operands, **options))
-
-
-def _gather(
-    dim: int = 0, *, split: bool = False, strided: bool = False, kept: bool = False, by: str = "push",
-    joined: bool = False,
-) -> Op:  # fmt: skip
-    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        mine, whole = sizes[ws.rank], sum(sizes)
+def _operands(op: str, rank: int, sizes: tuple[int, ...], dim: int, second: bool) -> tuple[torch.Tensor | None, ...]:
+    # second: those of a second product, of what is gathered.
+    whole, mine = sum(sizes), sizes[rank]
+    if op == "all_gather_matmul":
         a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
-        if strided:
-            a = a.t().contiguous().t()
-        b = _ones(COLS if dim == 0 else whole, COLS)
-        more = (None, _ones(whole, 1)) if kept else ()
-        with mock.patch.object(producer, "joined_rows", return_value=sum(sizes) if joined else 0):
-            return _run("all_gather_matmul", ws, a, b, *more, sizes=sizes, dim=dim, split=split, producer=by)
-
-    return op
-
-
-def _scatter(dim: int = 0) -> Op:
-    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        a, b = (_ones(sum(sizes), 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, sum(sizes)))
-        return _run("matmul_reduce_scatter", ws, a, b, sizes=sizes, dim=dim)
-
-    return op
+        return a, _ones(COLS if dim == 0 else whole, COLS), None, *((_ones(whole, 1),) if second else ())
+    if op == "matmul_reduce_scatter":
+        a, b = (_ones(whole, 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, whole))
+        return a, b, None, *((_ones(1, whole), _ones(mine, COLS)) if second else ())
+    if op == "matmul_all_reduce":
+        return _ones(whole, 1), _ones(1, COLS), None
+    return (_ones(mine if op == "all_gather" else whole, COLS),)
 
 
-def _scatter_and_gather(by: str) -> Op:
-    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        a, b, x, left = _ones(sum(sizes), 1), _ones(1, COLS), _ones(sizes[ws.rank], COLS), _ones(1, sum(sizes))
-        return _run("matmul_reduce_scatter", ws, a, b, None, left, x, sizes=sizes, producer=by)
+def _fused(
+    op: str, *, dim: int = 0, algorithm: str = "auto", second: bool = False, strided: bool = False,
+    joined: bool = False, in_pieces: bool = False, **how: Any,
+) -> Op:  # fmt: skip
+    """in_pieces: with a slot a row, and a copy a row; how: `producer` and `split`."""
 
-    return op
+    def run(ws: Workspace, sizes: tuple[int, ...]) -> object:
+        a, *others = _operands(op, ws.rank, sizes, dim, second)
+        assert a is not None
+        a = a.t().contiguous().t() if strided else a
+        pieces = {"PIECE_BYTES": 1, "COPY_BYTES": 1} if in_pieces else {}
+        joined_rows = mock.Mock(return_value=sum(sizes) if joined else 0) if op == GATHER else producer.joined_rows
+        with mock.patch.multiple(producer, joined_rows=joined_rows, **pieces), running(ws, op):
+            lengths = () if "all_reduce" in op else sizes
+            return finish(direct.results(op, ws, a, *others, sizes=lengths, dim=dim, algorithm=algorithm, **how))
 
-
-def _matmul_all_reduce(algorithm: str, *, split: bool = False) -> Op:
-    return lambda ws, sizes, group: _run(
-        "matmul_all_reduce", ws, _ones(sum(sizes), 1), _ones(1, COLS), algorithm=algorithm, split=split
-    )
-
-
-def _collective(name: str, algorithm: str, by: str = "push") -> Op:
-    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        x = _ones(sizes[ws.rank] if name == "all_gather" else sum(sizes), COLS)
-        lengths = () if name == "all_reduce" else sizes
-        return _run(name, ws, x, sizes=lengths, algorithm=algorithm, producer=by)
-
-    return op
+    return run
 
 
 def _host(
-    name: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = False, few_rows: bool = False,
+    op: str, *, algorithm: str = "auto", dim: int = 0, copies: bool = False, few_rows: bool = False,
     second: bool = False,
 ) -> Op:  # fmt: skip
-    # second: with a second product, of what is gathered.
-    def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
+    def run(ws: Workspace, sizes: tuple[int, ...]) -> object:
         ws.in_place = not copies
-        whole, mine = sum(sizes), sizes[ws.rank]
-        operands: tuple[torch.Tensor | None, ...]
-        if name == "all_gather_matmul":
-            a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
-            operands = a, _ones(COLS if dim == 0 else whole, COLS), None, *((_ones(whole, 1),) if second else ())
-        elif name == "matmul_reduce_scatter":
-            a, b = (_ones(whole, 1), _ones(1, COLS)) if dim == 0 else (_ones(COLS, 1), _ones(1, whole))
-            operands = a, b, None, *((_ones(1, whole), _ones(mine, COLS)) if second else ())
-        elif name == "matmul_all_reduce":
-            operands = _ones(whole, 1), _ones(1, COLS), None
-        else:
-            operands = (_ones(mine if name == "all_gather" else whole, COLS),)
-        lengths = () if "all_reduce" in name else sizes
-        task = direct.task_of(name, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
+        operands = _operands(op, ws.rank, sizes, dim, second)
+        lengths = () if "all_reduce" in op else sizes
+        task = direct.task_of(op, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
         with mock.patch.object(decomposed, "FEW_ROWS", 256 if few_rows else 0):
             prepared = Prepared("decomposed", task, ws=ws)
-        with running(ws, name):
+        with running(ws, op):
             ws.require(prepared.half_bytes, prepared.slots)
-            return prepared.go(direct.named(name, *operands))
+            return prepared.go(direct.named(op, *operands))
 
-    return op
+    return run
 
 
+GATHER, SCATTER, MATMUL_ALL_REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 FUSED: dict[str, Op] = {
-    "gather rows": _gather(),
-    "gather rows, pushed before": _gather(split=True),
-    "gather rows, own through the arena": _gather(strided=True),
-    "gather rows, joined": _gather(joined=True),
-    "gather rows, joined, in pieces": _pieces(_gather(joined=True)),
-    "gather rows, kept": _gather(kept=True),
-    "gather contraction": _gather(1),
-    "scatter rows": _scatter(),
-    "scatter columns": _scatter(1),
-    "scatter and gather": _scatter_and_gather("push"),
-    "matmul one_shot": _matmul_all_reduce("one_shot"),
-    "matmul two_shot": _matmul_all_reduce("two_shot"),
-    "matmul one_shot, split": _matmul_all_reduce("one_shot", split=True),
-    "matmul two_shot, split": _matmul_all_reduce("two_shot", split=True),
-    "all_gather": _collective("all_gather", "direct"),
-    "ring all_gather": _collective("all_gather", "ring"),
-    "reduce_scatter": _collective("reduce_scatter", "direct"),
-    "ring reduce_scatter": _collective("reduce_scatter", "ring"),
-    "one_shot": _collective("all_reduce", "one_shot"),
-    "two_shot": _collective("all_reduce", "two_shot"),
-    "ring all_reduce": _collective("all_reduce", "ring"),
-    "gather rows, in pieces": _pieces(_gather()),
+    "gather rows": _fused(GATHER),
+    "gather rows, pushed before": _fused(GATHER, split=True),
+    "gather rows, own through the arena": _fused(GATHER, strided=True),
+    "gather rows, joined": _fused(GATHER, joined=True),
+    "gather rows, joined, in pieces": _fused(GATHER, joined=True, in_pieces=True),
+    "gather rows, kept": _fused(GATHER, second=True),
+    "gather contraction": _fused(GATHER, dim=1),
+    "scatter rows": _fused(SCATTER),
+    "scatter columns": _fused(SCATTER, dim=1),
+    "scatter and gather": _fused(SCATTER, second=True),
+    "matmul one_shot": _fused(MATMUL_ALL_REDUCE, algorithm="one_shot"),
+    "matmul two_shot": _fused(MATMUL_ALL_REDUCE, algorithm="two_shot"),
+    "matmul one_shot, split": _fused(MATMUL_ALL_REDUCE, algorithm="one_shot", split=True),
+    "matmul two_shot, split": _fused(MATMUL_ALL_REDUCE, algorithm="two_shot", split=True),
+    "all_gather": _fused("all_gather", algorithm="direct"),
+    "ring all_gather": _fused("all_gather", algorithm="ring"),
+    "reduce_scatter": _fused("reduce_scatter", algorithm="direct"),
+    "ring reduce_scatter": _fused("reduce_scatter", algorithm="ring"),
+    "one_shot": _fused("all_reduce", algorithm="one_shot"),
+    "two_shot": _fused("all_reduce", algorithm="two_shot"),
+    "ring all_reduce": _fused("all_reduce", algorithm="ring"),
+    "gather rows, in pieces": _fused(GATHER, in_pieces=True),
 }
 # The producer is the copy engine: copies and signals on the side stream, kernels that only wait.
 COPIED: dict[str, Op] = {
-    "copied: gather rows": _gather(by="copy"),
-    "copied: gather rows, joined": _gather(joined=True, by="copy"),
-    "copied: gather rows, in pieces": _pieces(_gather(by="copy")),
-    "copied: gather rows, own through the arena": _gather(strided=True, by="copy"),
-    "copied: gather rows, kept": _gather(kept=True, by="copy"),
-    "copied: gather contraction": _gather(1, by="copy"),
-    "copied: scatter and gather": _scatter_and_gather("copy"),
-    "copied: all_gather": _collective("all_gather", "direct", "copy"),
-    "copied: reduce_scatter": _collective("reduce_scatter", "direct", "copy"),
-    "copied: one_shot": _collective("all_reduce", "one_shot", "copy"),
-    "copied: two_shot": _collective("all_reduce", "two_shot", "copy"),
+    "copied: gather rows": _fused(GATHER, producer="copy"),
+    "copied: gather rows, joined": _fused(GATHER, joined=True, producer="copy"),
+    "copied: gather rows, in pieces": _fused(GATHER, in_pieces=True, producer="copy"),
+    "copied: gather rows, own through the arena": _fused(GATHER, strided=True, producer="copy"),
+    "copied: gather rows, kept": _fused(GATHER, second=True, producer="copy"),
+    "copied: gather contraction": _fused(GATHER, dim=1, producer="copy"),
+    "copied: scatter and gather": _fused(SCATTER, second=True, producer="copy"),
+    "copied: all_gather": _fused("all_gather", algorithm="direct", producer="copy"),
+    "copied: reduce_scatter": _fused("reduce_scatter", algorithm="direct", producer="copy"),
+    "copied: one_shot": _fused("all_reduce", algorithm="one_shot", producer="copy"),
+    "copied: two_shot": _fused("all_reduce", algorithm="two_shot", producer="copy"),
 }
 
 
 def _host_ops(copies: bool) -> dict[str, Op]:
     ops = {
-        "gather rows": _host("all_gather_matmul", copies=copies),
-        "gather rows, few": _host("all_gather_matmul", copies=copies, few_rows=True),
-        "gather contraction": _host("all_gather_matmul", dim=1, copies=copies),
-        "gather rows, two matmuls": _host("all_gather_matmul", second=True, copies=copies),
-        "scatter rows": _host("matmul_reduce_scatter", copies=copies),
-        "scatter rows, few": _host("matmul_reduce_scatter", copies=copies, few_rows=True),
-        "scatter columns": _host("matmul_reduce_scatter", dim=1, copies=copies),
-        "scatter and gather": _host("matmul_reduce_scatter", second=True, copies=copies),
-        "matmul one_shot": _host("matmul_all_reduce", algorithm="one_shot", copies=copies),
-        "matmul two_shot": _host("matmul_all_reduce", algorithm="two_shot", copies=copies),
+        "gather rows": _host(GATHER, copies=copies),
+        "gather rows, few": _host(GATHER, copies=copies, few_rows=True),
+        "gather contraction": _host(GATHER, dim=1, copies=copies),
+        "gather rows, two matmuls": _host(GATHER, second=True, copies=copies),
+        "scatter rows": _host(SCATTER, copies=copies),
+        "scatter rows, few": _host(SCATTER, copies=copies, few_rows=True),
+        "scatter columns": _host(SCATTER, dim=1, copies=copies),
+        "scatter and gather": _host(SCATTER, second=True, copies=copies),
+        "matmul one_shot": _host(MATMUL_ALL_REDUCE, algorithm="one_shot", copies=copies),
+        "matmul two_shot": _host(MATMUL_ALL_REDUCE, algorithm="two_shot", copies=copies),
         "all_gather": _host("all_gather", copies=copies),
         "reduce_scatter": _host("reduce_scatter", copies=copies),
         "one_shot": _host("all_reduce", algorithm="one_shot", copies=copies),
@@ -206,10 +155,7 @@ OPS = FUSED | COPIED | COPY | IN_PLACE
 def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
     """A workspace a rank, all in this process, with tiny tiles."""
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
-    with (
-        mock.patch.object(fused, "config_for", return_value=TINY),
-        mock.patch.object(registry, "get", lambda group, device: ranks[group.rank()]),
-    ):
+    with mock.patch.object(fused, "config_for", return_value=TINY):
         try:
             for ws in ranks:
                 ws.set_timeout(0.05)
@@ -225,12 +171,11 @@ def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list
     """
     traces = []
     with virtual_ranks(len(sizes), epoch) as ranks:
-        for rank, ws in enumerate(ranks):
-            group = _Group(lambda rank=rank: rank, lambda: len(sizes))  # type: ignore[misc]
+        for ws in ranks:
             calls = []
             for name in names:
                 with Recorder(ws, side_stream=not name.startswith("in place")) as recorder:
-                    calls.append(recorder.call(lambda ws=ws, name=name, group=group: OPS[name](ws, sizes, group)))  # type: ignore[misc]
+                    calls.append(recorder.call(partial(OPS[name], ws, sizes)))
             traces.append(calls)
     return traces
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -15,15 +14,12 @@ class Verdict:
 
     wrong: str
     states: int
-    seconds: float
     path: list[str] = field(default_factory=list)
 
 
-def explore(model: Model, *, at_once: bool = True, most_states: int = 5_000_000) -> Verdict:
-    """Explore all of `model`. RuntimeError beyond `most_states`. Without `at_once` no commit is taken for eager: far
-    more states, and the same answer.
-    """
-    return _Search(model, at_once, most_states).run()
+def explore(model: Model, most_states: int = 5_000_000) -> Verdict:
+    """Explore all of `model`. RuntimeError beyond `most_states`."""
+    return _Search(model, most_states).run()
 
 
 # A state: the commits so far, and for each word with unordered writers who wrote last.
@@ -31,9 +27,8 @@ _State = tuple[int, tuple[int, ...]]
 
 
 class _Search:
-    def __init__(self, model: Model, at_once: bool, most_states: int) -> None:
-        self._model, self._at_once, self._most = model, at_once, most_states
-        self._started = time.perf_counter()
+    def __init__(self, model: Model, most_states: int) -> None:
+        self._model, self._most = model, most_states
         self._before = closure(model.commits)
         self._required = required(model)
         self._reduce()
@@ -114,9 +109,9 @@ class _Search:
         # Taking it later than it can be would reach nothing new: it ends no window, and no wait can miss it.
         commit = self._model.commits[number]
         if commit.kind == "wait":
-            return self._at_once and number in self._lasting
+            return number in self._lasting
         word_lasts = commit.word not in unlasting and commit.word not in self._contested
-        return self._at_once and word_lasts and not settling >> number & 1
+        return word_lasts and not settling >> number & 1
 
     def _seen(self, word: tuple[int, int, int], state: _State) -> int:
         commits = self._model.commits
@@ -252,7 +247,7 @@ class _Search:
         while parents is not None and state is not None and (parent := parents[state]) is not None:
             path.append(self._model.commits[parent[1]].name)
             state = parent[0]
-        return Verdict(wrong, states, time.perf_counter() - self._started, path[::-1])
+        return Verdict(wrong, states, path[::-1])
 
 
 def _union(masks: tuple[int, ...]) -> int:

@@ -39,9 +39,8 @@ class Mutant:
     edits: tuple[Edit, ...]
     sizes: tuple[int, ...] = (3, 1)
     residency: int = 0
-    # Part of what the checker says, and whether the race detector finds it: a deadlock is no race.
+    # Part of what the checker says.
     says: str = ""
-    races: bool = True
 
 
 def _edit(owner: Any, name: str, old: str, new: str) -> tuple[Edit, ...]:
@@ -86,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "flag reset after the wait", "gather rows",
-        _edit(signal, "wait", "return (", "tl.store(signal, 0)\n    return ("), says="deadlock", races=False,
+        _edit(signal, "wait", "return (", "tl.store(signal, 0)\n    return ("), says="deadlock",
     ),
     Mutant(
         "flag reset after the wait, host", "in place: two_shot",
@@ -94,7 +93,7 @@ MUTANTS = (
             steps.HostSteps, "wait", "self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)",
             "self._wait_slowly(lambda: load_acquire(address), src, slot, self.epoch)\n    store_release(address, 0)",
         ),
-        says="deadlock", races=False,
+        says="deadlock",
     ),
     Mutant(
         "wait for the epoch before", "scatter rows",
@@ -114,7 +113,7 @@ MUTANTS = (
             gather_matmul, "_gather_matmul_kernel", "pid = tl.program_id(0)",
             "pid = tl.num_programs(0) - 1 - tl.program_id(0)",
         ),
-        residency=1, says="deadlock", races=False,
+        residency=1, says="deadlock",
     ),
     Mutant(
         "no signal for an empty shard", "gather contraction",
@@ -122,13 +121,13 @@ MUTANTS = (
             push, "push_rows", "        raise_signal(",
             "        if src.cols > 0:\n            raise_signal(",
         ),
-        sizes=(3, 0), says="deadlock", races=False,
+        sizes=(3, 0), says="deadlock",
     ),
     Mutant(
         "no signal for an empty shard, host", "copy: all_gather",
         _edit(decomposed.DecomposedGather, "_push", "with travelling(ws):",
               "if rows.numel() == 0:\n        return\n    with travelling(ws):"),
-        sizes=(3, 0), says="deadlock", races=False,
+        sizes=(3, 0), says="deadlock",
     ),
     Mutant(
         "leaves without its peers' entry", "all_gather",
@@ -137,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "pid == 0", "pid < 0"),
-        says="that nobody stores to in this call", races=False,
+        says="that nobody stores to in this call",
     ),
     Mutant(
         "fingerprint behind the entry", "all_gather",
@@ -155,7 +154,7 @@ MUTANTS = (
     ),
     Mutant(
         "all pieces under one slot", "gather rows",
-        _edit(push, "push_rows", "piece + first_slot", "first_slot"), says="is read", races=False,
+        _edit(push, "push_rows", "piece + first_slot", "first_slot"), says="is read",
     ),
     Mutant(
         "two phases under the same slots", "two_shot",
@@ -170,7 +169,6 @@ MUTANTS = (
     Mutant(
         "the first to arrive leaves", "scatter rows",
         _edit(signal, "leave", "arrived == num_programs - 1", "arrived == 0"), says="not the last to arrive",
-        races=False,
     ),
     Mutant(
         "waits for the first piece of a tile", "gather rows, in pieces",
@@ -204,11 +202,11 @@ MUTANTS = (
     Mutant(
         "no signal for copies of nothing", "copied: gather contraction",
         _edit(producer, "_copy", "range(0, count, part)", "range(0, count if cols else 0, part)"),
-        sizes=(3, 0), says="deadlock", races=False,
+        sizes=(3, 0), says="deadlock",
     ),
     Mutant(
         "one signal for all pieces of a copy", "copied: gather rows",
-        _edit(producer, "_copy", "-(-end // piece))", "begin // piece + 1)"), says="deadlock", races=False,
+        _edit(producer, "_copy", "-(-end // piece))", "begin // piece + 1)"), says="deadlock",
     ),
     Mutant(
         "copies to the half before", "copied: gather rows",
@@ -216,11 +214,11 @@ MUTANTS = (
     ),
     Mutant(
         "ends before its copies", "copied: gather rows",
-        _edit(producer, "finish", "settle(ws)", "pass"), says="may still run", races=False,
+        _edit(producer, "finish", "settle(ws)", "pass"), says="may still run",
     ),
     Mutant(
         "ends before its side stream", "scatter and gather",
-        _edit(fused.FusedGather, "_collect", "transport.settle(ws)", "pass"), says="may still run", races=False,
+        _edit(fused.FusedGather, "_collect", "transport.settle(ws)", "pass"), says="may still run",
     ),
 )  # fmt: skip
 

@@ -12,6 +12,10 @@ import faulthandler
 import itertools
 import json
 import os
+import random
+import resource
+import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,9 +30,10 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 
-from . import strikes
+from . import interruptions
+from .endurance import delay
 from .mixed import Call, Operands
-from .programs import AXES, Step, probe, program
+from .programs import AXES, Step, grows, probe, program
 
 # The budget of calls that nothing is wrong with, ranks being on fewer cores, and of those in which something may be.
 LONG_SECONDS, SHORT_SECONDS = 60.0, 4.0
@@ -61,11 +66,68 @@ def of_all(step: Step) -> bool:
     return step.kind == "destroy" and step.where < 0.3
 
 
+def interrupted(kind: str, where: float, call: Callable[[], str]) -> list[Callable[[], str]]:
+    """The attempts of a rank whose `call` is interrupted: it has no result, and makes it again."""
+    again = False
+
+    def struck() -> str:
+        nonlocal again
+        came = list[str]()
+        if kind == "line":
+            _, raised = interruptions.before_line(int(where), lambda: came.append(call()))
+        else:
+            raised = interruptions.by_signal(where, lambda: came.append(call()))
+        if not raised:
+            return came[0]
+        again = True
+        return "interrupted"
+
+    return [struck, lambda: call() if again else "right"]
+
+
+def limited(name: str, call: Callable[[], str]) -> str:
+    """The call, with what the limit allows used up."""
+    kind = getattr(resource, name)
+    before = resource.getrlimit(kind)
+    # What this process has by now is enough for what it has by now.
+    used = {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")) - 1, "RLIMIT_FSIZE": 4096}[name]
+    resource.setrlimit(kind, (used, before[1]))
+    try:
+        return call()
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def pause(pids: Sequence[int], seconds: float) -> None:
+    """Have the whole job stopped soon, for so long, by a process of its own."""
+    everyone = " ".join(map(str, pids))
+    script = f"sleep 0.1; kill -STOP {everyone}; sleep {seconds}; kill -CONT {everyone}"
+    threading.Thread(target=subprocess.Popen(["sh", "-c", script]).wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def setting_timeouts(group: ProcessGroup, seed: int) -> Iterator[None]:
+    """Another thread sets budgets meanwhile, long ones, of this group and of all."""
+    ended, source = threading.Event(), random.Random(seed)
+
+    def set_them() -> None:
+        while not ended.wait(0.0002):
+            fusedtp.set_timeout(source.uniform(40, 80), group if source.random() < 0.5 else None)
+
+    thread = threading.Thread(target=set_them)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class Performer:
     """One rank of a program: its groups, results whose backward pass is still to come, and what came of each step."""
 
     def __init__(self, world: ProcessGroup, seed: int, number: int) -> None:
-        self._world, self._rank = world, world.rank()
+        self._world, self._rank, self._seed = world, world.rank(), seed
         self._name = f"programs/{next(_runs)}/{seed}/{number}"
         self._store: Any = dist.distributed_c10d._get_default_store()
         self._groups: list[ProcessGroup | None] = []
@@ -83,6 +145,7 @@ class Performer:
             group = self._groups[step.axis]
             if group is not None or step.kind == "torch" or of_all(step):
                 faulthandler.dump_traceback_later(WATCH_SECONDS, exit=True)
+                time.sleep(delay(self._seed, self.steps, self._rank))
                 self._step(step, group)
         self._all_backward()
         fusedtp.destroy()
@@ -146,10 +209,11 @@ class Performer:
         self._groups[axis] = self._made(axis)
 
     def _beside_a_thread(self, step: Step, group: ProcessGroup) -> None:
-        with strikes.setting_timeouts(group, step.call.seed):
+        with setting_timeouts(group, step.call.seed):
             fusedtp.destroy(group)
             for number in range(3):
                 call_right(probe(number, group.size()), group)
+            call_right(grows(random.Random(step.call.seed), group.size()), group)
             if step.where < 0.5:
                 fusedtp.destroy(group)
             call_right(step.call, group)
@@ -178,18 +242,18 @@ class Performer:
         guilty, call = group.rank() == step.rank, attempt(step.call, group)
         if step.kind == "pause":
             if guilty:
-                strikes.pause(self._told_pids(), 1.5 * SHORT_SECONDS)
+                pause(self._told_pids(), 1.5 * SHORT_SECONDS)
             return calls_in_turn([attempt(probe(number, group.size()), group, 0.01) for number in range(40)])
         calls: list[Callable[[], str]] = [call]
         if guilty and step.kind == "differs":
             assert step.other is not None
             calls = [attempt(step.other, group)]
         elif guilty and step.kind in ("line", "signal"):
-            calls = strikes.interrupted(step.kind, step.where, call)
+            calls = interrupted(step.kind, step.where, call)
         elif guilty and step.kind == "late":
             calls = [attempt(step.call, group, step.where)]
         elif guilty and step.kind == "limit":
-            calls = [partial(strikes.limited, ("RLIMIT_NOFILE", "RLIMIT_FSIZE")[int(step.where)], call)]
+            calls = [partial(limited, ("RLIMIT_NOFILE", "RLIMIT_FSIZE")[int(step.where)], call)]
         return calls_in_turn([*calls, partial(self._probe, step, group)])
 
     def _probe(self, step: Step, group: ProcessGroup) -> str:
@@ -269,12 +333,18 @@ def wrong(step: Step, everyone: Sequence[Sequence[str]]) -> str:
 
 
 def perform(
-    world: ProcessGroup, seed: int, first: int, count: int, weights: Mapping[str, float], slow: bool
+    world: ProcessGroup,
+    seed: int,
+    first: int,
+    count: int,
+    weights: Mapping[str, float],
+    slow: bool,
+    steady: bool = False,
 ) -> Counter[str]:
     """Programs `first` to `first + count - 1` on this rank. How many steps came out how."""
     counts: Counter[str] = Counter()
     for number in range(first, first + count):
-        steps = program(seed, number, world.size(), weights=weights, slow=slow)
+        steps = program(seed, number, world.size(), weights=weights, slow=slow, steady=steady)
         performer = Performer(world, seed, number)
         performer.tell_pid()
         dist.barrier(world)

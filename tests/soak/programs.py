@@ -64,8 +64,8 @@ def probe(number: int, world_size: int) -> Call:
     return _quiet(random.Random(number), world_size)
 
 
-def _grows(source: random.Random, world_size: int) -> Call:
-    # For which a workspace that has just been made is too small, and one that has grown perhaps.
+def grows(source: random.Random, world_size: int) -> Call:
+    """A call for which a workspace that has just been made is too small, and one that has grown perhaps."""
     rows, columns = source.randint(120, 500), source.randint(150, 600)
     sizes = (even_sizes(rows, world_size), even_sizes(columns, world_size), even_sizes(8, world_size))
     return replace(_quiet(source, world_size), op=source.choice(("all_gather", "all_reduce")), sizes=sizes)
@@ -82,7 +82,7 @@ def _kept(d: _Drawing) -> Step:
 
 
 def _growth(d: _Drawing) -> Step:
-    return Step("growth", d.axis, _grows(d.source, d.world_size), d.source.choice(MODES))
+    return Step("growth", d.axis, grows(d.source, d.world_size), d.source.choice(MODES))
 
 
 def _plain(kind: str) -> Callable[[_Drawing], Step]:
@@ -92,7 +92,7 @@ def _plain(kind: str) -> Callable[[_Drawing], Step]:
 def _driven(d: _Drawing, *, fused: float = 0.0) -> Call:
     # A call that shares memory, and in which something goes wrong; a third of them have it grow.
     if d.source.random() < 0.3:
-        return _grows(d.source, d.world_size)
+        return grows(d.source, d.world_size)
     return draw(d.source, d.world_size, {"decomposed": 1.0, "fused": fused})
 
 
@@ -101,7 +101,7 @@ def _struck(kind: str, where: Callable[[random.Random], float]) -> Callable[[_Dr
         source, at_all = d.source, 0.05 if kind == "late" and "fused" in d.weights else 0.0
         call, fresh = _driven(d, fused=at_all), source.random() < 0.4
         if kind == "limit":
-            call = _grows(source, d.world_size)
+            call = grows(source, d.world_size)
         return Step(kind, d.axis, call, rank=source.randrange(d.world_size), where=where(source), fresh=fresh)
 
     return drawn
@@ -151,14 +151,21 @@ SLOW: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {"pause": (0.1, _str
 
 
 def program(
-    seed: int, number: int, world_size: int, *, weights: Mapping[str, float] = WEIGHTS, slow: bool = False
+    seed: int,
+    number: int,
+    world_size: int,
+    *,
+    weights: Mapping[str, float] = WEIGHTS,
+    slow: bool = False,
+    steady: bool = False,
 ) -> list[Step]:
-    """Program `number` of a seed. weights: of the schedules; slow: whole-job pauses too."""
+    """Program `number` of a seed. weights: of the schedules; slow: whole-job pauses too; steady: nothing goes wrong."""
     source, steps = random.Random(f"{seed}/{number}"), []
     for _ in range(STEPS):
         axis = source.randrange(len(AXES[world_size]))
         ranks = len(AXES[world_size][axis][0])
-        kinds = {**STEADY, **(WRONG if ranks > 1 else {}), **(SLOW if slow and ranks > 1 else {})}
+        may_go_wrong = ranks > 1 and not steady
+        kinds = {**STEADY, **(WRONG if may_go_wrong else {}), **(SLOW if slow and may_go_wrong else {})}
         (kind,) = source.choices(list(kinds), [weight for weight, _ in kinds.values()])
         steps.append(kinds[kind][1](_Drawing(source, axis, ranks, weights)))
     return steps

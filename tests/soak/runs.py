@@ -88,6 +88,7 @@ def run_programs(
     world_size: int | None = None,
     weights: Mapping[str, float] = WEIGHTS,
     slow: bool = True,
+    steady: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
     """How many steps of `calls` came out how, on all ranks. Raises RankError, with how to replay, where one fails."""
@@ -98,7 +99,7 @@ def run_programs(
         count = min(PROGRAMS, last - begin)
         try:
             by_rank = pool.run(
-                perform, seed, begin, count, dict(weights), slow,
+                perform, seed, begin, count, dict(weights), slow, steady,
                 world_size=world_size, timeout=PROGRAM_SECONDS * count,
             )  # fmt: skip
         except RankError as error:
