@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from . import float8
+from . import float8, groups
 from .float8 import BLOCK, E8M0, Formats, along_blocks, in_blocks, largest_finite, quantized, widened
 from .torch_private import c10d
 
@@ -143,7 +143,8 @@ def scaled(
     else:
         most = largest_finite(x.detach())
         if group is not None:
-            most = _largest(most, group)
+            name = groups.resolve(group).group_name
+            most = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name)).reshape(())
     return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
 
 
@@ -180,14 +181,6 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
         raise ValueError(f"group is for recipe 'tensorwise': a row's scale is of that row alone, got {recipe!r}")
     if not isinstance(power_of_two, bool):
         raise TypeError(f"power_of_two must be True or False, got {power_of_two!r}")
-
-
-def _largest(most: Tensor, group: Any) -> Tensor:
-    from . import groups
-
-    name = groups.resolve(group).group_name
-    found: Tensor = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name))
-    return found.reshape(())
 
 
 class Quantized:

@@ -114,7 +114,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("decomposed: a residual is added twice", "schedules/decomposed.py", "[*terms, residual]", "[*terms, residual, residual]", "test_options.py"),
     ("local: no residual on one rank", "schedules/local.py", "        if epilogue.residual is not None:\n            out.add_(epilogue.residual)\n        return with_norm(epilogue.norm, out)", "        return with_norm(epilogue.norm, out)", "test_options.py test_ops_local.py"),
     # Layers and styles.
-    ("layers: gate and up exchanged", "layers.py", "self._own(\"weight\", self.weight, size, 3).unbind()", "self._own(\"weight\", self.weight, size, 3).flip(0).unbind()", "test_layers.py"),
+    ("layers: gate and up exchanged", "layers.py", "weight, bias = weight.unbind(),", "weight, bias = weight.flip(0).unbind(),", "test_layers.py"),
     ("layers: new sequence sizes for the first linear alone", "layers.py", "wide.sequence_sizes = self.down_proj.sequence_sizes = arguments", "wide.sequence_sizes = arguments", "test_layers.py"),
     ("layers: every rank has a bias of its own", "layers.py", "parameters.same_as(0, own, self._lies[name].mesh, self.group)", "pass", "test_layers.py test_layer_state.py"),
     ("styles: a row-parallel input as it comes", "styles/linears.py", "to.receive(input, wanted=Shard(-1))", "to.receive(input)", "test_parallel.py"),
