@@ -168,20 +168,18 @@ class ShardedLinear(parameters.Watched):
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
         return parameters.local(value if dim is None else value.narrow(dim, 0, size), ndim)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
-        unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stem = f"{prefix}{_PADDED}_"
         theirs = [key.removeprefix(stem) for key in state_dict if key.startswith(stem)]
         if theirs and not (self._is_padded and f"{prefix}{self._padded_name}" in state_dict):
             shards = theirs[0].replace("_", ", ")
+            *_, errors = args
             errors.append(
                 f"{prefix}weight is padded for shards of ({shards}), this layer's are {self._sizes}: "
                 "feature_sizes that are not as DTensor splits them hold for the same ranks only"
             )
             return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         split = ", ".join(map(str, self.feature_sizes))

@@ -31,7 +31,7 @@ class Hardware:
     - `collective_fraction`, `ll_fraction`, `switch_fraction`: part of the link that the library's collectives reach
       with long messages, short ones, and sums in the switch (None if it cannot).
     - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
-      through the switch, and with both at once. `collectives` uses them.
+      through the switch, and with both at once.
     - `overlap_slowdown`: a matmul's extra time beside arriving data.
     - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program goes on.
     - `launch_us`: a kernel behind another one; with `in_place` the host's cost of an op. `lone_us`: a kernel timed

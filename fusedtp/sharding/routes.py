@@ -296,23 +296,24 @@ def choose(
     """
     ways = _in_order(_ways(matmul, axes, usual), lambda way: (way.cost, way.flops))
     best = next(ways)
-    if sizes is None:
-        if other := _runner_up(best, ways):
-            return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
+    if sizes is not None:
+        # Its routes may differ from the cheapest for these sizes: price it as it stands.
+        usual_way = _priced(matmul, best, sizes)
+
+        def cost(way: Way) -> tuple[float, bool]:
+            return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
+
+        ways = _in_order([usual_way, *_ways(matmul, axes, sizes)], cost)
+        best = next(ways)
+        if best.steps != usual_way.steps:
+            return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
+    # The next way that communicates differently, rather than slices elsewhere.
+    other = next((way for way in ways if way.collectives != best.collectives), None)
+    if other is None:
         return best, "the only way", ()
-    # Its routes may differ from the cheapest for these sizes: price it as it stands.
-    usual_way = _priced(matmul, best, sizes)
-
-    def cost(way: Way) -> tuple[float, bool]:
-        return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
-
-    ways = _in_order([usual_way, *_ways(matmul, axes, sizes)], cost)
-    best = next(ways)
-    if best.steps != usual_way.steps:
-        return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
-    if other := _runner_up(best, ways):
-        return best, f"the usual way: {_against(best, other)}", other.steps
-    return best, "the only way", ()
+    if sizes is None:
+        return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
+    return best, f"the usual way: {_against(best, other)}", other.steps
 
 
 def quantity(value: float, unit: str) -> str:
@@ -368,11 +369,6 @@ def _priced(matmul: Matmul, way: Way, sizes: Sizes) -> Way:
     b_route, b = priced(matmul.b, way.b, -1)
     c_route, _ = priced(product(a, b, matmul.c.names), way.c, 0)
     return Way(a_route, b_route, c_route, flops(a, b, sizes))
-
-
-def _runner_up(best: Way, others: Iterable[Way]) -> Way | None:
-    """Return the next way that communicates differently, rather than slices elsewhere."""
-    return next((way for way in others if way.collectives != best.collectives), None)
 
 
 def _against(best: Way, other: Way) -> str:
