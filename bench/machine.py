@@ -143,7 +143,7 @@ def _same_files(root: Path) -> bool:
         return True
     pairs = {name: package if name == "fusedtp" else package / name for name in SOURCES}
     for name, folder in pairs.items():
-        for source in (root / name).rglob("*.py"):
+        for source in (each for kind in ("*.py", "*.toml") for each in (root / name).rglob(kind)):
             copy = folder / source.relative_to(root / name)
             if not copy.exists() or copy.read_bytes() != source.read_bytes():
                 return False

@@ -40,13 +40,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import groups, norms
 from .calls import arguments, autograd, dispatch, parameters, problems
 from .calls.call import Prepare
+from .calls.parameters import Device
 from .groups import Group
 from .norms import Norm
 from .op import LAYER_NORM, RANK_ORDER, Activation, GatedActivation, NormName, Options, Order
 from .scaled import Float8
 from .shards import check_sizes, chunk_sizes
-
-Device = torch.device | str | int | None
 
 # Prefix of a buffer's name; the length of every rank's shard follows.
 _PADDED = "padded_sizes"
@@ -109,10 +108,7 @@ class ShardedLinear(parameters.Watched):
         elif bias:
             self.bias = parameters.whole((out_features,), *made)
         self._make_more(*made)
-        parameters.watch_all(self)
-        # Each parameter's layout, and the DTensor spec that was last found to match it.
-        self._lies = {name: parameters.Lies.of(each) for name, each in self.named_parameters()}
-        self._known: dict[str, Any] = dict.fromkeys(self._lies)
+        self.keep_layout()
         self._is_padded = parameters.is_padded(self._sizes)
         if self._is_padded:
             # The shapes alone would fit other sizes with the same longest shard. torch.distributed.checkpoint.load
@@ -155,43 +151,35 @@ class ShardedLinear(parameters.Watched):
         self, prepare: Prepare, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:  # fmt: skip
-        for name, known in self._known.items():
-            if known is None or getattr(self._parameters.get(name), "_spec", None) is not known:
-                self._check_parameters()
-                break
-        if not self._is_padded:
+        self.check_parameters()
+        if not self._is_padded and self._matrices == 1:
             return autograd.apply(
                 prepare, x, self.weight, self.bias, self.group, self.options, along, residual, norm, of_layer=True
             )
-        size = self._sizes[self.group.rank()]
-        weight = self._own("weight", self.weight, size, 2)
-        bias = None if self.bias is None else self._own("bias", self.bias, size, 1)
+        size, several = self._sizes[self.group.rank()], self._matrices > 1
+        weight: Any = self._own("weight", self.weight, size, 2 + several)
+        bias: Any = None if self.bias is None else self._own("bias", self.bias, size, 1 + several)
+        if several:
+            weight, bias = weight.unbind(), (None,) * self._matrices if bias is None else bias.unbind()
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
         return autograd.apply(prepare, x, weight, bias, self.group, self.options, along, residual, norm)
-
-    def _check_parameters(self) -> None:
-        for name, lies in self._lies.items():
-            # `_parameters` lacks a computed parameter, such as that of a parametrization.
-            self._known[name] = lies.check(name, getattr(self, name))
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
         return parameters.local(value if dim is None else value.narrow(dim, 0, size), ndim)
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, missing: list[str],
-        unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stem = f"{prefix}{_PADDED}_"
         theirs = [key.removeprefix(stem) for key in state_dict if key.startswith(stem)]
         if theirs and not (self._is_padded and f"{prefix}{self._padded_name}" in state_dict):
             shards = theirs[0].replace("_", ", ")
+            *_, errors = args
             errors.append(
                 f"{prefix}weight is padded for shards of ({shards}), this layer's are {self._sizes}: "
                 "feature_sizes that are not as DTensor splits them hold for the same ranks only"
             )
             return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         split = ", ".join(map(str, self.feature_sizes))
@@ -331,14 +319,13 @@ class RowParallelLinear(ShardedLinear):
         # All is checked before the bias is sent.
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
-        self._asked_sizes = sequence_sizes
+        self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, groups.resolve(group))
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes,
             Options(schedule, "auto", producer, float8, order),
         )  # fmt: skip
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
-        self.sequence_sizes = arguments.sequence_sizes(self._asked_sizes, self.group)
         made = (self.out_features,), mesh, device, dtype
         self.norm_weight = parameters.whole(*made) if self.norm else None
         self.norm_bias = parameters.whole(*made) if self.norm == LAYER_NORM else None
@@ -413,16 +400,6 @@ class _GateUpLinear(ColumnParallelLinear):
     # only swiglu's result. Initial values are those of two nn.Linear, drawn one after the other.
     _matrices = 2
 
-    def _linear(
-        self, prepare: Prepare, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
-        norm: Norm | None = None,
-    ) -> Any:  # fmt: skip
-        self._check_parameters()
-        size = self._sizes[self.group.rank()]
-        weights = self._own("weight", self.weight, size, 3).unbind()
-        biases = (None, None) if self.bias is None else self._own("bias", self.bias, size, 2).unbind()
-        return autograd.apply(prepare, x, weights, biases, self.group, self.options, along)
-
 
 class ParallelMLP(nn.Module):
     """MLP: two parallel linears with an activation between them, which is part of the first linear's op.
@@ -437,6 +414,9 @@ class ParallelMLP(nn.Module):
     Each rank has the same rows of both, and x is gathered once for both. `feature_sizes` splits intermediate_size. The
     other arguments are those of the linears.
     """
+
+    up_proj: ColumnParallelLinear
+    gate_up_proj: ColumnParallelLinear
 
     def __init__(
         self,
@@ -474,18 +454,12 @@ class ParallelMLP(nn.Module):
             "group": group, "sequence_parallel": sequence_parallel, "sequence_sizes": sequence_sizes,
             "schedule": schedule, "producer": producer, "float8": float8, "order": order,
         }  # fmt: skip
-        wide: dict[str, Any] = {**options, "gather_dim": sequence_dim}
-        if activation == "swiglu":
-            twice = [2 * size for size in feature_sizes]
-            self.gate_up_proj = _GateUpLinear(
-                hidden_size, 2 * intermediate_size, bias, device, dtype, feature_sizes=twice, **wide,
-                activation="swiglu",
-            )  # fmt: skip
-        else:
-            self.up_proj = ColumnParallelLinear(
-                hidden_size, intermediate_size, bias, device, dtype, feature_sizes=feature_sizes, **wide,
-                activation="gelu",
-            )  # fmt: skip
+        kind, name = (_GateUpLinear, "gate_up_proj") if activation == "swiglu" else (ColumnParallelLinear, "up_proj")
+        wide = kind(
+            hidden_size, kind._matrices * intermediate_size, bias, device, dtype, gather_dim=sequence_dim,
+            feature_sizes=[kind._matrices * size for size in feature_sizes], activation=activation, **options,
+        )  # fmt: skip
+        self.add_module(name, wide)
         self.down_proj = RowParallelLinear(
             intermediate_size, hidden_size, bias, device, dtype,
             scatter_dim=sequence_dim, feature_sizes=feature_sizes, **options,

@@ -80,18 +80,15 @@ def apply(norm: Norm, y: Tensor) -> Tensor:
     out = torch.empty_like(y, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK_BYTES // (y.shape[1] * 4))
     for begin in range(0, y.shape[0], rows):
-        _rms_norm(norm, y[begin : begin + rows], out[begin : begin + rows])
+        block, made = y[begin : begin + rows], out[begin : begin + rows]
+        accurate = block if y.dtype in (torch.float32, torch.float64) else block.float()
+        scale = torch.linalg.vector_norm(accurate, dim=1, keepdim=True)
+        scale.square_().div_(y.shape[1]).add_(norm.eps).rsqrt_()
+        if accurate is block:
+            torch.mul(block, scale, out=made).mul_(norm.weight)
+        else:
+            made.copy_(accurate.mul_(scale).mul_(norm.weight))
     return out
-
-
-def _rms_norm(norm: Norm, y: Tensor, out: Tensor) -> None:
-    accurate = y if y.dtype in (torch.float32, torch.float64) else y.float()
-    scale = torch.linalg.vector_norm(accurate, dim=1, keepdim=True)
-    scale.square_().div_(y.shape[1]).add_(norm.eps).rsqrt_()
-    if accurate is y:
-        torch.mul(y, scale, out=out).mul_(norm.weight)
-    else:
-        out.copy_(accurate.mul_(scale).mul_(norm.weight))
 
 
 def gradients(norm: Norm, y: Tensor, dnormed: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from . import float8
+from . import float8, groups
 from .float8 import BLOCK, E8M0, Formats, along_blocks, in_blocks, largest_finite, quantized, widened
 from .torch_private import c10d
 
@@ -143,7 +143,8 @@ def scaled(
     else:
         most = largest_finite(x.detach())
         if group is not None:
-            most = _largest(most, group)
+            name = groups.resolve(group).group_name
+            most = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name)).reshape(())
     return Scaled(*quantized(x.detach(), most, dtype, power_of_two=power_of_two))
 
 
@@ -182,30 +183,22 @@ def _check(x: Any, recipe: Any, dtype: Any, group: Any, power_of_two: Any) -> No
         raise TypeError(f"power_of_two must be True or False, got {power_of_two!r}")
 
 
-def _largest(most: Tensor, group: Any) -> Tensor:
-    from . import groups
-
-    name = groups.resolve(group).group_name
-    found: Tensor = c10d.wait_tensor(c10d.all_reduce(most.reshape(1), "max", name))
-    return found.reshape(())
-
-
+@dataclass(eq=False, slots=True)
 class Quantized:
     """`Scaled` operand of an op, with its dims in any order.
 
-    - `dtype`: of the products (`out` of the constructor).
+    - `dtype`: of the products.
     - `scale`: as large as data, with strides of 0 along the contraction.
     - `whole`: whether the scale is the same everywhere, on all ranks.
     - `blocks`: the dim whose elements have scales by the block, the contraction; None for none. With it, scale is
       bytes, and along that dim a 32nd as long as data.
     """
 
-    __slots__ = ("blocks", "data", "dtype", "scale", "whole")
-
-    def __init__(
-        self, data: Tensor, scale: Tensor, out: torch.dtype, whole: bool = False, blocks: int | None = None
-    ) -> None:
-        self.data, self.scale, self.dtype, self.whole, self.blocks = data, scale, out, whole, blocks
+    data: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+    whole: bool = False
+    blocks: int | None = None
 
     def _like(self, data: Tensor, scale: Tensor, blocks: int | None = None) -> Quantized:
         return Quantized(data, scale, self.dtype, self.whole, blocks)

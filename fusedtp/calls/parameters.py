@@ -40,6 +40,7 @@ from ..torch_private import (
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
+Device = torch.device | str | int | None
 # Types without a dispatch of their own: no DTensor, fake tensor or other subclass.
 PLAIN = (Tensor, nn.Parameter)
 
@@ -48,7 +49,7 @@ PLAIN = (Tensor, nn.Parameter)
 _meshes: dict[tuple[str, str], tuple[ref[ProcessGroup], ref[DeviceMesh]]] = {}
 
 
-def mesh_of(group: Group, process_group: ProcessGroup, device: torch.device | str | int | None) -> DeviceMesh:
+def mesh_of(group: Group, process_group: ProcessGroup, device: Device) -> DeviceMesh:
     """Return the mesh of a layer's parameters: `group` if it is a mesh, else one over the ranks of `process_group`."""
     if isinstance(group, DeviceMesh):
         return group
@@ -75,12 +76,7 @@ def is_padded(sizes: tuple[int, ...]) -> bool:
 
 
 def sharded(
-    shape: Sequence[int],
-    dim: int,
-    sizes: Sequence[int],
-    mesh: DeviceMesh,
-    device: torch.device | str | int | None,
-    dtype: torch.dtype | None,
+    shape: Sequence[int], dim: int, sizes: Sequence[int], mesh: DeviceMesh, device: Device, dtype: torch.dtype | None
 ) -> nn.Parameter:
     """Return an uninitialised parameter of global `shape` of which rank r of the mesh has `sizes[r]` along `dim`."""
     from torch.distributed.tensor import Shard
@@ -92,9 +88,7 @@ def sharded(
     return nn.Parameter(as_dtensor(torch.empty(here, device=device, dtype=dtype), mesh, Shard(dim), there))
 
 
-def whole(
-    shape: Sequence[int], mesh: DeviceMesh, device: torch.device | str | int | None, dtype: torch.dtype | None
-) -> nn.Parameter:
+def whole(shape: Sequence[int], mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> nn.Parameter:
     """Return an uninitialised parameter that is the same on every rank of the mesh."""
     from torch.distributed.tensor import Replicate
 
@@ -247,7 +241,27 @@ def watch_all(module: nn.Module) -> None:
 
 
 class Watched(nn.Module):
-    """Module whose own DTensors `holder` finds, also after `_apply` has moved them."""
+    """Module whose own parameters are DTensors: `holder` finds them, also after `_apply` has moved them."""
+
+    # Each parameter's layout, and the DTensor spec that was last found to match it.
+    _lies: dict[str, Lies]
+    _known: dict[str, Any]
+
+    def keep_layout(self) -> None:
+        """Hold the parameters to the layout that they have now: `check_parameters` compares with it."""
+        own = self._parameters.items()
+        self._lies = {name: Lies.of(each) for name, each in own if hasattr(each, "_local_tensor")}
+        self._known = dict.fromkeys(self._lies)
+        watch_all(self)
+
+    def check_parameters(self) -> None:
+        """Raise ValueError if other code has replaced a parameter by one with another layout."""
+        for name, known in self._known.items():
+            if known is None or getattr(self._parameters.get(name), "_spec", None) is not known:
+                for each, lies in self._lies.items():
+                    # `_parameters` lacks a computed parameter, such as that of a parametrization.
+                    self._known[each] = lies.check(each, getattr(self, each))
+                return
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ import torch
 from .. import schedules
 from ..cost import hardware
 from ..cost.hardware import Hardware
-from ..cost.model import Prediction, estimate
+from ..cost.model import estimate
 from ..cost.work import Work
 from ..files import Entry, entry_of, read_text, replace
 from ..op import OPS, Task
@@ -360,7 +360,7 @@ def decide(
     if machine is not None and machine.knows(dtype):
         there = share(op, dtype, sample.world_size, sample.rows, sample.cols, sample.third)
         here = changed(share(op, dtype, world_size, rows, cols, sample.third), switch=switch)
-        old, new = (_times(estimate(op, work, machine), allowed) for work in (there, here))
+        old, new = (estimate(op, work, machine).times for work in (there, here))
         both = [name for name in measured if name in old and name in new]
         times = {name: _corrected(new[name], old[name], 1e3 * measured[name]) for name in both}
         times = times if len(times) > 1 else measured
@@ -384,7 +384,7 @@ def _predicted(
 ) -> tuple[str, Mapping[str, float]]:
     # The schedule that the model predicts to be the fastest, and the predicted times.
     work = changed(share(op, dtype, world_size, rows, cols), switch=switch)
-    times = _times(estimate(op, work, gpu), allowed)
+    times = {name: time for name, time in estimate(op, work, gpu).times.items() if name in allowed}
     best = min(times, key=lambda name: times[name])
     # If predictions differ by less than the model's error, `fused` runs: a graph can capture it.
     if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
@@ -400,10 +400,6 @@ def _corrected(predicted: float, there: float, measured: float) -> float:
     # The measurement is added last: rounding must not lose it to a far larger prediction, as times are divisors.
     corrected = measured * (predicted / there) if predicted < there else (predicted - there) + measured
     return max(corrected, _LEAST_US)
-
-
-def _times(prediction: Prediction, allowed: Sequence[str]) -> dict[str, float]:
-    return {name: time for name, time in prediction.times.items() if name in allowed}
 
 
 def _versus(times: Mapping[str, float], best: str) -> str:

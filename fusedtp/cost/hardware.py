@@ -1,17 +1,20 @@
 """Rates and latencies of machines for the cost model, with the source of each number.
 
 Bandwidths are GB/s (1e9 bytes) one way, rates dense TFLOP/s, latencies microseconds. A machine without a rate for a
-float8 dtype has no units for it: the library then widens the operands. `sources` has an entry for every number; an
-entry that begins with "assumed" was not measured on that machine. Predictions are as good as these numbers: `fusedtp
-tune` replaces them by measurements of this machine.
+float8 dtype has no units for it: the library then widens the operands. The machines are in `hardware.toml`; `sources`
+has an entry for every number. Predictions are as good as these numbers: `fusedtp tune` replaces them by measurements
+of this machine.
 """
 
 from __future__ import annotations
 
 import re
+import tomllib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..sharding.plan import ITEMSIZE, is_float8
@@ -28,7 +31,7 @@ class Hardware:
     - `collective_fraction`, `ll_fraction`, `switch_fraction`: part of the link that the library's collectives reach
       with long messages, short ones, and sums in the switch (None if it cannot).
     - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
-      through the switch, and with both at once. `collectives` uses them.
+      through the switch, and with both at once.
     - `overlap_slowdown`: a matmul's extra time beside arriving data.
     - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program goes on.
     - `launch_us`: a kernel behind another one; with `in_place` the host's cost of an op. `lone_us`: a kernel timed
@@ -126,142 +129,22 @@ OCP, FNUZ = "float8_e4m3fn", "float8_e4m3fnuz"
 # does not multiply any faster.
 WIDENED, WIDENED_BLOCKS = "float32", "bfloat16"
 
-# Sources that several machines share. Fits are to 64, 1024 and 16384 tokens; other sizes check them.
-_TOKENWEAVE = "8 H100, [tokens, 8192] in bfloat16, github.com/microsoft/tokenweave figure_5.csv, fitted to "
-_NCCL = "by NCCL's own tuning, github.com/NVIDIA/nccl 2.28 src/graph/tuning.cc"
-_LINK_USE = {
-    "reduce_fraction": "a GPU not named, a Triton kernel that adds 2 to 8 parts: 0.82-0.88, "
-    "github.com/pytorch/pytorch pull 191803; the middle",
-    "collective_fraction": f"{_TOKENWEAVE}NCCL's reduce-scatter and all-gather; 360 of 450 GB/s at 128 MB and more, "
-    "github.com/NVIDIA/nccl-tests issue 326",
-    "ll_fraction": f"{_TOKENWEAVE}NCCL's reduce-scatter and all-gather: 135 GB/s; at most 141 {_NCCL}",
-    "copy_fraction": "H100 peers, copy engine: 369 of 450 GB/s, published",
-    "store_fraction": "H100 peers, plain stores: 343 of 450 GB/s, published",
-    "kernel_fraction": "H100, persistent Triton kernel against cuBLAS at 8192 x 8192, K 1024 to 16384: within 3 %, "
-    "Triton's Gluon tutorial; of our kernel assumed",
-    "overlap_slowdown": "4 GPUs each of A100, H100, MI210, MI250: 18.9 % on average, arxiv.org/abs/2507.03114",
-    "collective_start_us": f"{_TOKENWEAVE}all of NCCL's collectives, torch's part in it; without torch 15, "
-    "github.com/kvcache-ai/Mooncake pull 3484",
-    "ll_hop_us": f"NVLink, ring and tree LL {_NCCL}",
-    "ll128_hop_us": f"NVLink, ring LL128 {_NCCL}",
-    "simple_hop_us": f"NVLink, ring Simple {_NCCL}",
-    "switch_start_us": f"{_TOKENWEAVE}NCCL's all-reduce; 23 to 25 {_NCCL}",
-    "copy_start_us": "H20, copy engine from 64 KB (24 GB/s) to 128 MB (393 GB/s): 2.7 us + bytes / 397 GB/s, published",
-    "flag_us": "H100, a signal over NVLink: 1-2 us, published",
-    "poll_us": f"{_TOKENWEAVE}multimem all-reduces, 12 us beside their bytes: a lone kernel and two waits",
-    "launch_us": "assumed: a kernel behind another one on its stream",
-    "lone_us": "8 H100, the shortest norms take 7.8 to 8.4 us, github.com/microsoft/tokenweave figure_4.csv",
-    "chunk_us": "torch's fused scaled matmul + reduce-scatter, 8 B300: 244-252 us for M from 64 to 384, 8 chunks, "
-    "github.com/pytorch/pytorch issue 179770; copies of 8 shards issued on 8 H100: 211-213 us, "
-    "github.com/yifuwang/symm-mem-recipes",
-    "network_start_us": "assumed: a message between nodes over InfiniBand",
-}
-# Only for machines whose switch can.
-_LINK_USE |= {
-    "switch_fraction": f"{_TOKENWEAVE}NCCL's all-reduce",
-    "multicast_fraction": f"{_TOKENWEAVE}multimem reduce-scatter and all-gather",
-    "multicast_sum_fraction": f"{_TOKENWEAVE}multimem all-reduce",
-}
-_ELSEWHERE = {name: text if text.startswith("assumed") else f"assumed as on {text}" for name, text in _LINK_USE.items()}
-_NETWORK = "one 400 Gb/s adapter a GPU, NVIDIA DGX H100 data sheet"
+_ON_SHEET = ("link_gbps", "memory_gbps", "matrix_tflops", "num_sms", "domain_size")
 
 
-def _sheet(text: str, use: Mapping[str, str], **others: str) -> dict[str, str]:
-    """Return the sources of a machine whose link, memory, rate, SMs and domain are from the data sheet `text`."""
-    sheet = dict.fromkeys(("link_gbps", "memory_gbps", "matrix_tflops", "num_sms", "domain_size"), text)
-    return {**sheet, **use, **others}
+def _machines() -> Iterator[Hardware]:
+    table: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    fitted: dict[str, str] = table.pop("fitted")
+    elsewhere = {
+        name: source if source.startswith("assumed") else f"assumed as on {source}" for name, source in fitted.items()
+    }
+    for name, entry in table.items():
+        shared = fitted if entry.pop("is_fitted", False) else elsewhere
+        sources = dict.fromkeys(_ON_SHEET, entry.pop("sheet")) | shared | entry.pop("sources")
+        yield Hardware(name, sources=sources, **entry)
 
 
-def _tensor_cores(
-    narrow: float, float32: float, float64: float, float8: float = 0.0, *, blocks: bool = False
-) -> dict[str, float]:
-    # blocks: float8 blocks are multiplied with their scales, at the rate of float8.
-    rates = {"bfloat16": narrow, "float16": narrow, "float32": float32, "float64": float64}
-    rates |= {"float8_e4m3fn": float8, "float8_e5m2": float8} if float8 else {}
-    return rates | ({"mxfp8": float8} if blocks else {})
-
-
-# The 16-bit matmuls were measured.
-_FLOAT8_TOO = "; of float8 assumed the same"
-_H100_RATE = f"cuBLAS 640-665 of 990 TFLOP/s at 8192 x 8192, K 4096 and 16384, Triton's Gluon tutorial{_FLOAT8_TOO}"
-_H100 = _tensor_cores(990, 67, 67, 1979)
-
-# For a machine whose NVSwitch is of the third generation or later: it sums and multicasts.
-_SWITCH: dict[str, Any] = {"switch_fraction": 0.57, "multicast_fraction": 0.8, "multicast_sum_fraction": 0.69}
-
-_TABLE = (
-    Hardware(
-        "a100", "NVIDIA A100 SXM 80 GB", 300, 2000, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.8,
-        _sheet("NVIDIA A100 data sheet; 600 GB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="one 200 Gb/s adapter a GPU, NVIDIA DGX A100 data sheet"),
-        gpu="A100",
-    ),
-    Hardware(
-        "h100", "NVIDIA H100 SXM", 450, 3350, _H100, 132, 8, 50, 0.65,
-        _sheet("NVIDIA H100 data sheet; 900 GB/s both ways", _LINK_USE, matrix_fraction=_H100_RATE,
-               network_gbps=_NETWORK),
-        gpu="H100", **_SWITCH,
-    ),
-    Hardware(
-        "h200", "NVIDIA H200 SXM", 450, 4800, _H100, 132, 8, 50, 0.79,
-        _sheet("NVIDIA H200 data sheet; 900 GB/s both ways", _LINK_USE, network_gbps=_NETWORK,
-               matrix_fraction="measured for this project on one H200: 770-798 of 990 TFLOP/s at 8192^3 in bfloat16"
-               f"{_FLOAT8_TOO}"),
-        gpu="H200", **_SWITCH,
-    ),
-    Hardware(
-        "h800", "NVIDIA H800 SXM", 200, 3350, _H100, 132, 8, 50, 0.65,
-        _sheet("NVIDIA H800 data sheet; 400 GB/s both ways", _ELSEWHERE, network_gbps=f"assumed {_NETWORK}",
-               matrix_fraction=f"assumed as on H100: {_H100_RATE}"),
-        gpu="H800", **_SWITCH,
-    ),
-    Hardware(
-        "b200", "NVIDIA B200 SXM", 900, 8000, _tensor_cores(2250, 80, 40, 4500, blocks=True), 148, 8, 50, 0.7,
-        _sheet("NVIDIA HGX B200 data sheet, 1000 W; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="one 400 Gb/s adapter a GPU, NVIDIA DGX B200 data sheet"),
-        gpu="B200", **_SWITCH,
-    ),
-    Hardware(
-        "gb200-nvl72", "NVIDIA GB200 NVL72", 900, 8000,
-        _tensor_cores(2500, 80, 40, 5000, blocks=True), 148, 72, 50, 0.7,
-        _sheet("NVIDIA GB200 NVL72 data sheet, one of its 72 GPUs; 1.8 TB/s both ways", _ELSEWHERE,
-               matrix_fraction="assumed", network_gbps="one 400 Gb/s adapter a GPU, NVIDIA GB200 NVL72 data sheet"),
-        gpu="GB200", **_SWITCH,
-    ),
-    Hardware(
-        "mi300x", "AMD Instinct MI300X", 448, 5300,
-        _tensor_cores(1307, 163, 163) | {"float8_e4m3fnuz": 2615, "float8_e5m2fnuz": 2615}, 304, 8, 50, 0.5,
-        _sheet("AMD Instinct MI300X data sheet; 7 links of 64 GB/s one way", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="assumed: one 400 Gb/s adapter a GPU", peer_gbps="AMD Instinct MI300X data sheet"),
-        peer_gbps=64, widens_float8=True, gpu="MI300X",
-    ),
-    Hardware(
-        "a100-pcie", "NVIDIA A100 PCIe 80 GB", 32, 1935, _tensor_cores(312, 19.5, 19.5), 108, 8, 25, 0.7,
-        _sheet("NVIDIA A100 PCIe data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="assumed: one 200 Gb/s adapter a GPU"),
-        gpu="A100 PCIe",
-    ),
-    Hardware(
-        "h100-pcie", "NVIDIA H100 PCIe", 64, 2000, _tensor_cores(756, 51, 51, 1513), 114, 8, 50, 0.6,
-        _sheet("NVIDIA H100 PCIe data sheet; PCIe 5.0 x16", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="assumed: one 400 Gb/s adapter a GPU"),
-        gpu="H100 PCIe",
-    ),
-    Hardware(
-        "l40s", "NVIDIA L40S", 32, 864, _tensor_cores(362, 91.6, 1.4, 733), 142, 8, 25, 0.7,
-        _sheet("NVIDIA L40S data sheet; PCIe 4.0 x16", _ELSEWHERE, matrix_fraction="assumed",
-               network_gbps="assumed: one 200 Gb/s adapter a GPU"),
-        gpu="L40S",
-    ),
-    Hardware(
-        "b300", "NVIDIA B300 SXM", 900, 8000, _tensor_cores(2250, 75, 1.25, 4500, blocks=True), 148, 8, 100, 0.7,
-        _sheet("NVIDIA HGX B300 data sheet; 1.8 TB/s both ways", _ELSEWHERE, matrix_fraction="assumed",
-               num_sms="assumed as on B200", network_gbps="one 800 Gb/s adapter a GPU, NVIDIA DGX B300 data sheet"),
-        gpu="B300", **_SWITCH,
-    ),
-)  # fmt: skip
-
-HARDWARE: dict[str, Hardware] = {each.name: each for each in _TABLE}
+HARDWARE: dict[str, Hardware] = {each.name: each for each in _machines()}
 
 # Rates and latencies beyond these are not real, and may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
@@ -287,27 +170,23 @@ def of_gpu(name: str) -> Hardware | None:
     """Return the hardware that a driver calls `name` ("NVIDIA H100 80GB HBM3"), or None if it is not in the table."""
     # Compare whole words: an RTX A1000 is no A100, a GH200 no H200. An A100 PCIe has the words of an A100 too.
     words = set(re.split("[^A-Z0-9]+", name.upper()))
-    found = [each for each in _TABLE if each.gpu and words.issuperset(each.gpu.upper().split())]
+    found = [each for each in HARDWARE.values() if words.issuperset(each.gpu.upper().split())]
     return max(found, key=lambda each: len(each.gpu.split()), default=None)
 
 
-_said: set[str] = set()
-
-
+@cache
 def assumed(name: str) -> Hardware:
     """Return an H100, the stand-in for a GPU that the table does not have; warn once for each `name`.
 
     `name` is what the GPU's driver calls it, or "" for rank 0's GPU if this rank's own is another kind.
     """
     which = f"{name!r}" if name else "rank 0's GPU"
-    if which not in _said:
-        _said.add(which)
-        warnings.warn(
-            f"fusedtp does not know {which}: how many programs push, whether copies are better and when an all-reduce "
-            "is one-shot all ranks decide by an H100's numbers, which may cost time. `fusedtp tune` measures which "
-            "schedule is fastest here",
-            stacklevel=4,
-        )
+    warnings.warn(
+        f"fusedtp does not know {which}: how many programs push, whether copies are better and when an all-reduce is "
+        "one-shot all ranks decide by an H100's numbers, which may cost time. `fusedtp tune` measures which schedule "
+        "is fastest here",
+        stacklevel=4,
+    )
     return find("h100")
 
 
@@ -325,7 +204,7 @@ def measured_cpu(
     name: str, *, matrix_tflops: Mapping[str, float], memory_gbps: float, host_us: float, flag_us: float,
     collective_start_us: float, collective_gbps: float, source: str,
 ) -> Hardware:  # fmt: skip
-    """Return a CPU whose ranks are processes, from its own measured rates; ValueError for an impossible number.
+    """Return a CPU whose ranks are processes, from its own measured rates.
 
     - `matrix_tflops`: of one rank while all multiply.
     - `memory_gbps`: read and written together.
@@ -333,13 +212,6 @@ def measured_cpu(
     - `flag_us`: a wait for a peer's signal.
     - `collective_start_us`, `collective_gbps`: of the process group's backend.
     """
-    numbers = {"memory_gbps": memory_gbps, "collective_gbps": collective_gbps}
-    numbers |= {f"matrix_tflops of {dtype}": rate for dtype, rate in matrix_tflops.items()}
-    latencies = {"host_us": host_us, "flag_us": flag_us, "collective_start_us": collective_start_us}
-    for what, value in {**numbers, **latencies}.items():
-        least, most = (0, MOST_US) if what in latencies else (LEAST_RATE, MOST_RATE)
-        if not least <= value <= most:
-            raise ValueError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
     return Hardware(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,

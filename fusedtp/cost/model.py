@@ -8,7 +8,7 @@ M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the
     matmul_all_reduce        the same
     all_gather, reduce_scatter, all_reduce    a tensor [M, N] alone; K is ignored
 
-    unfused      the library's collective (`collectives`), before or after the matmul
+    unfused      the library's collective (`overlap.library_us`), before or after the matmul
     decomposed   n library matmuls; chunk i starts when it has arrived and the previous chunk is done. A gather's chunk
                  arrives after i copies of (start + S / (n W)). A scatter is a gather run backwards, then a sum of n
                  parts. On a GPU the op takes at least the time in which the host issues n chunks

@@ -117,22 +117,24 @@ TREE_FRACTION = _TILES[2][2]
 class Model:
     """Times of one rank's matmul and its communication on one machine, in microseconds."""
 
-    # 1 GB/s is 1e3 bytes per microsecond.
     def __init__(
         self, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
-        # The dtype that torch multiplies in.
+        # 1 GB/s is 1e3 bytes per microsecond.
+        self.memory = machine.memory_gbps * 1e3
+        # The time from a peer's last store until a program that waits for its signal goes on.
+        self.wait = machine.flag_us + machine.poll_us
+        # The dtype that torch multiplies in, and that of our kernel, which needs units for float8.
         self.torch_dtype = machine.multiplied(work.dtype)
+        self.kernel_multiplies = not work.flops or work.dtype in machine.matrix_tflops
+        self._kernel_dtype = work.dtype if self.kernel_multiplies else self.torch_dtype
+        # Whether a gather's tiles have rows of several ranks: such a tile waits for all of them.
+        self.joined = work.kind == "gather" and not work.by_depth and work.flops > 0 and work.rows <= JOINED_ROWS
         # The time of a rank's whole matmul, measured or modelled.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
-
-    @property
-    def kernel_multiplies(self) -> bool:
-        """Return whether our kernel can multiply the dtype: float8 needs units for it."""
-        return not self.work.flops or self.work.dtype in self.machine.matrix_tflops
 
     @property
     def adding(self) -> float:
@@ -169,15 +171,6 @@ class Model:
         return max(2 * area * depth / machine.rate(dtype), num_bytes / self.memory) + widening / self.memory + launch
 
     @property
-    def memory(self) -> float:
-        return self.machine.memory_gbps * 1e3
-
-    @property
-    def wait(self) -> float:
-        """Return the time from a peer's last store until a program that waits for its signal goes on."""
-        return self.machine.flag_us + self.machine.poll_us
-
-    @property
     def cast(self) -> float:
         """Return the time to cast this rank's part of the operand from bfloat16 to float8, before every schedule."""
         work, n = self.work, self.n
@@ -207,16 +200,6 @@ class Model:
             return 0.0
         start = (domains - 1) * self.machine.network_start_us
         return start + (domains - 1) / domains * num_bytes / (self.machine.network_gbps * 1e3)
-
-    @property
-    def _kernel_dtype(self) -> str:
-        return self.work.dtype if self.kernel_multiplies else self.torch_dtype
-
-    @property
-    def joined(self) -> bool:
-        """Return whether a gather's tiles have rows of several ranks: such a tile waits for all of them."""
-        work = self.work
-        return work.kind == "gather" and not work.by_depth and bool(work.flops) and work.rows <= JOINED_ROWS
 
     def _parts(self, cut: bool) -> int:
         return self.n if cut and not self.work.by_depth and not self.joined else 1
@@ -289,8 +272,6 @@ class Model:
         launch = 0.0 if in_one else machine.launch_us
         begin = launch + self.wait
         added = total / (self.memory * machine.reduce_fraction)
-        sum_us = launch + (n + 1) / n * added
-        copy_us = launch + 2 * total / self.memory
         if algorithm == IN_SWITCH:
             return self.in_switch()
         if algorithm == "ring":
@@ -311,9 +292,9 @@ class Model:
             if by_kernel:
                 return min(self.gathered(producer) for producer in PRODUCERS)
             if not work.flops or self.gathers_first:
-                return arrivals[-1] + copy_us + self.matmul
+                return arrivals[-1] + (launch + 2 * total / self.memory) + self.matmul
             return self.recursion(parts, arrivals)
-        time = self.recursion(parts, arrivals) + sum_us
+        time = self.recursion(parts, arrivals) + (launch + (n + 1) / n * added)
         if work.kind == "all_reduce":
             sums = work.moved * ITEMSIZE[work.made]
             time += begin + (n - 1) * (step + sums / n / bandwidth) + launch + 2 * sums / self.memory

@@ -18,7 +18,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NoReturn
+from itertools import zip_longest
+from typing import NamedTuple, NoReturn
 
 from ..errors import NotationError
 
@@ -131,15 +132,13 @@ def _axes_text(axes: tuple[str, ...]) -> str:
     return "".join(axes) if short else "{" + ",".join(axes) + "}"
 
 
-@dataclass
-class _Places:
-    """Positions of a tensor's parts in the string: each dim, each axis of each dim, the partial marker and its axes."""
+class _Places(NamedTuple):
+    """Positions in the string of a tensor's dims, its end, its partial marker (0 for none) and the marker's axes."""
 
     dims: list[int]
-    axes: list[list[int]]
     end: int
-    marker: int = 0
-    partial: tuple[tuple[str, int], ...] = ()
+    marker: int
+    partial: dict[str, int]
 
 
 class _Parser:
@@ -160,8 +159,6 @@ class _Parser:
         self.skip()
         if self.at != len(self.text):
             self.fail(self.at, "the notation ends after the result; only a partial marker such as {U_X} may follow ']'")
-        for tensor, places in ((a, at_a), (b, at_b), (c, at_c)):
-            self.check_tensor(tensor, places)
         self.check_operands(a, at_a, b, at_b)
         self.check_result(a, b, c, at_c)
         return Spec(a, b, c)
@@ -192,67 +189,64 @@ class _Parser:
 
     def tensor(self) -> tuple[Tensor, _Places]:
         self.expect("[", "'[' and a tensor's dims, such as [M_X, K]")
-        dims: list[Dim] = []
-        places = _Places([], [], 0)
+        dims: dict[str, Dim] = {}
+        at_dims = []
+        # The role of every axis in this tensor.
+        roles: dict[str, str] = {}
         while True:
             self.skip()
-            places.dims.append(self.at)
+            at_dims.append(self.at)
             name = self.match(_NAME, "a dim: a capital letter, then letters or digits, such as M or Seq")
-            axes = self.axes() if self.text.startswith("_", self.at) else ()
-            places.axes.append([at for _, at in axes])
-            dims.append(Dim(name, tuple(axis for axis, _ in axes)))
+            if name in dims:
+                self.fail(
+                    at_dims[-1], f"dim {name} stands twice in one tensor; every dim of a tensor needs its own name"
+                )
+            axes = self.axes(roles, f"splits {name}", "an axis may split one dim, once")
+            dims[name] = Dim(name, tuple(axes))
             if self.accept("]"):
                 break
             self.expect(",", "',' and the next dim, '_' and the axes that split this one, or ']'")
-        places.end = self.at - 1
+        end, marker, partial = self.at - 1, 0, dict[str, int]()
         if self.accept("{"):
-            places.marker = self.at - 1
+            marker = self.at - 1
             self.expect("U", "the partial marker {U_X}: sums not yet reduced over axis X")
-            if not self.text.startswith("_", self.at):
+            partial = self.axes(roles, "stands in this marker", "a tensor is either split or partial over an axis")
+            if not partial:
                 self.fail(self.at, "expected '_' and the axes the sums are partial over, such as {U_X}")
-            places.partial = self.axes()
             self.expect("}", "'}' after the partial marker")
-        return Tensor(tuple(dims), tuple(sorted(axis for axis, _ in places.partial))), places
+        return Tensor(tuple(dims.values()), tuple(sorted(partial))), _Places(at_dims, end, marker, partial)
 
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """Parse the axes after an underscore, each with its position."""
+    def axes(self, roles: dict[str, str], role: str, rule: str) -> dict[str, int]:
+        """Parse the axes after an underscore, if any; return their positions, and note their `role` in `roles`."""
+        if not self.text.startswith("_", self.at):
+            return {}
         self.at += 1
-        if self.text.startswith("{", self.at):
-            self.at += 1
-            found = []
-            while True:
-                self.skip()
-                start = self.at
-                found.append((self.match(_AXIS, "the name of a mesh axis, such as tp"), start))
-                if self.accept("}"):
-                    return tuple(found)
-                self.expect(",", "',' and the next axis, or '}'")
+        found = self.names() if self.text.startswith("{", self.at) else self.letters()
+        for axis, at in found:
+            if axis in roles:
+                self.fail(at, f"axis {axis} is used twice in one tensor: it already {roles[axis]}; {rule}")
+            roles[axis] = role
+        return dict(found)
+
+    def names(self) -> list[tuple[str, int]]:
+        self.at += 1
+        found = []
+        while True:
+            self.skip()
+            start = self.at
+            found.append((self.match(_AXIS, "the name of a mesh axis, such as tp"), start))
+            if self.accept("}"):
+                return found
+            self.expect(",", "',' and the next axis, or '}'")
+
+    def letters(self) -> list[tuple[str, int]]:
         start = self.at
         letters = self.match(_LETTERS, "mesh axes: capital letters such as X or XY, or names in braces such as {tp}")
         if self.at < len(self.text) and (self.text[self.at].isalnum() or self.text[self.at] == "_"):
             self.fail(
                 self.at, "axes without braces are one capital letter each; write longer names in braces, such as M_{tp}"
             )
-        return tuple((letter, start + i) for i, letter in enumerate(letters))
-
-    def check_tensor(self, tensor: Tensor, places: _Places) -> None:
-        for i, name in enumerate(tensor.names):
-            if name in tensor.names[:i]:
-                self.fail(
-                    places.dims[i], f"dim {name} stands twice in one tensor; every dim of a tensor needs its own name"
-                )
-        role: dict[str, str] = {}
-        for dim, at_axes in zip(tensor.dims, places.axes, strict=True):
-            for axis, at in zip(dim.axes, at_axes, strict=True):
-                if axis in role:
-                    what = f"axis {axis} is used twice in one tensor: it already {role[axis]}"
-                    self.fail(at, f"{what}; an axis may split one dim, once")
-                role[axis] = f"splits {dim.name}"
-        for axis, at in places.partial:
-            if axis in role:
-                what = f"axis {axis} is used twice in one tensor: it already {role[axis]}"
-                self.fail(at, f"{what}; a tensor is either split or partial over an axis")
-            role[axis] = "stands in this marker"
+        return [(letter, start + i) for i, letter in enumerate(letters)]
 
     def check_operands(self, a: Tensor, at_a: _Places, b: Tensor, at_b: _Places) -> None:
         for tensor, places in ((a, at_a), (b, at_b)):
@@ -279,13 +273,12 @@ class _Parser:
     def check_result(self, a: Tensor, b: Tensor, c: Tensor, at_c: _Places) -> None:
         names = (*a.names[:-1], b.names[-1])
         if c.names != names:
-            at = next(
-                (at for at, name, found in zip(at_c.dims, names, c.names, strict=False) if name != found), at_c.end
-            )
-            at = at_c.dims[len(names)] if at == at_c.end and len(c.names) > len(names) else at
+            # A dim too many differs from no dim; one too few is missing at the end.
+            wrong = [at for at, name, found in zip_longest(at_c.dims, names, c.names) if name != found]
+            at = at_c.end if wrong[0] is None else wrong[0]
             self.fail(at, f"the result's dims must be [{', '.join(names)}], in this order")
         contraction = a.axes(a.names[-1]) + b.axes(a.names[-1])
-        for axis, at in at_c.partial:
+        for axis, at in at_c.partial.items():
             if axis not in contraction:
                 reason = (
                     f"nothing splits the contraction {a.names[-1]} over {axis}, so there are no partial sums to keep"

@@ -142,20 +142,22 @@ class Plan:
     @cached_property
     def shared(self) -> tuple[Step, ...]:
         """Return the steps on dy that dx and dw both begin with: done once, they serve both gradients."""
-        pairs = zip(_plain_steps(self.dx, "dy"), _plain_steps(self.dw, "dy"), strict=False)
-        same = [one == other for one, other in pairs]
-        return _plain_steps(self.dx, "dy")[: same.index(False) if False in same else len(same)]
+        steps = _plain_steps(self.dx, "dy")
+        same = [one == other for one, other in zip(steps, _plain_steps(self.dw, "dy"), strict=False)]
+        return steps[: same.index(False) if False in same else len(same)]
+
+    @cached_property
+    def _alone(self) -> tuple[Placed, ...]:
+        # The collectives that are fused in dx and in dw, if neither has any other step.
+        placed = [each.stages()[1] for each in (self.dx, self.dw) if len(each.steps) == 2]
+        found = tuple(each for each in placed if each is not None)
+        return found if len(found) == 2 else ()
 
     @cached_property
     def together(self) -> Placed | None:
         """Return the gather of dy that is the only communication of dx and of dw, fused in both; None if none is."""
-        plans = (self.dx, self.dw)
-        if len(self.shared) != 1 or any(step.kind == "slice" for each in plans for step in each.steps):
-            return None
-        fused = [each.fused for each in plans if each.collectives == (each.fused,)]
-        if [replace(step, fused=False) for step in fused if step is not None] != [self.shared[0]] * 2:
-            return None
-        return self.dx.stages()[1]
+        steps = {step for step, _ in self._alone}
+        return self._alone[0] if len(steps) == 1 else None
 
     @cached_property
     def side_by_side(self) -> Placed | None:
@@ -164,12 +166,7 @@ class Plan:
         That holds for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
         weight (dw scattered, w gathered for dx). The gather can travel while the matmul to scatter runs.
         """
-        plans = (self.dx, self.dw)
-        fused = [each.fused for each in plans if each.collectives == (each.fused,)]
-        slices = any(step.kind == "slice" for each in plans for step in each.steps)
-        if slices or len(fused) != 2 or self.shared:
-            return None
-        placed = {each.fused.kind: each.stages()[1] for each in plans if each.fused is not None}
+        placed = {each[0].kind: each for each in self._alone}
         scatter, gather = placed.get("reduce_scatter"), placed.get("all_gather")
         if scatter is None or gather is None or gather[0].tensor == "dy":
             return None

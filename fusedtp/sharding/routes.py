@@ -153,38 +153,45 @@ class Route:
         return self.sent - self.exposed
 
 
-_Moves: TypeAlias = Callable[[Tensor], Iterator[tuple[Step, Tensor, int]]]
-
-
 @lru_cache(maxsize=4096)
-def operand_routes(start: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes) -> dict[Tensor, Route]:
-    """Return the routes from operand `start` to its shardings over `axes`; a last step that gathers is fusable."""
+def routes(start: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes, *, to: bool) -> dict[Tensor, Route]:
+    """Return the cheapest routes from operand `start` to its shardings, or `to` result `start` from those before it.
 
-    def moves(tensor: Tensor) -> Iterator[tuple[Step, Tensor, int]]:
-        for step in _gathers_and_slices(tensor, name, axes):
-            yield step, moved(tensor, step), sizes.sent(step, tensor)
+    The step next to the matmul is fusable: an operand's last step if it gathers, a result's first if it reduces.
+    """
+    # Dijkstra's algorithm.
+    found: dict[Tensor, Route] = {}
+    heap = [(Route(), start)]
+    while heap:
+        route, tensor = heapq.heappop(heap)
+        if tensor in found:
+            continue
+        found[tensor] = route
+        for other, step in (_before if to else _after)(tensor, name, axes):
+            if other in found:
+                continue
+            sent = sizes.sent(step, other if to else tensor)
+            fusable = step.reduces if to else step.kind == "all_gather"
+            longer = Route(
+                cost=route.cost + sent + sizes.start_bytes * step.is_collective,
+                reduces=route.reduces + step.reduces,
+                num_steps=route.num_steps + 1,
+                exposed=route.sent + (0 if fusable else sent),
+                sent=route.sent + sent,
+                steps=(step, *route.steps) if to else (*route.steps, step),
+            )
+            heapq.heappush(heap, (longer, other))
+    return found
 
-    return _shortest(start, moves, sizes.start_bytes, backward=False)
 
-
-@lru_cache(maxsize=4096)
-def result_routes(wanted: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes) -> dict[Tensor, Route]:
-    """Return the routes to result `wanted` from all shardings that lead to it; a first step that reduces is fusable."""
-
-    def moves(tensor: Tensor) -> Iterator[tuple[Step, Tensor, int]]:
-        for before, step in _before(tensor, name, axes):
-            yield step, before, sizes.sent(step, before)
-
-    return _shortest(wanted, moves, sizes.start_bytes, backward=True)
-
-
-def _gathers_and_slices(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Iterator[Step]:
+def _after(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Iterator[tuple[Tensor, Step]]:
+    """Yield every step of an operand, with the sharding that it makes."""
     for dim in tensor.dims:
+        steps = [Step("slice", name, axis, dim.name) for axis in axes if axis not in tensor.used]
         if dim.axes:
-            yield Step("all_gather", name, dim.axes[-1], dim.name)
-        for axis in axes:
-            if axis not in tensor.used:
-                yield Step("slice", name, axis, dim.name)
+            steps.append(Step("all_gather", name, dim.axes[-1], dim.name))
+        for step in steps:
+            yield moved(tensor, step), step
 
 
 def _before(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Iterator[tuple[Tensor, Step]]:
@@ -203,35 +210,6 @@ def _before(tensor: Tensor, name: str, axes: tuple[str, ...]) -> Iterator[tuple[
 
 def _partial_over(tensor: Tensor, axis: str) -> Tensor:
     return Tensor(tensor.dims, tuple(sorted((*tensor.partial, axis))))
-
-
-def _shortest(start: Tensor, moves: _Moves, start_bytes: int, *, backward: bool) -> dict[Tensor, Route]:
-    """Run Dijkstra's algorithm; with `backward` routes lead to `start`: moves name the state a step starts from."""
-    found: dict[Tensor, Route] = {}
-    heap = [(Route(), start)]
-    while heap:
-        route, tensor = heapq.heappop(heap)
-        if tensor in found:
-            continue
-        found[tensor] = route
-        for step, other, sent in moves(tensor):
-            if other in found:
-                continue
-            # The step just added is nearest to the matmul: an operand's last step, the result's first.
-            fusable = step.reduces if backward else step.kind == "all_gather"
-            longer = Route(
-                cost=route.cost + sent + start_bytes * step.is_collective,
-                reduces=route.reduces + step.reduces,
-                num_steps=route.num_steps + 1,
-                exposed=route.sent + (0 if fusable else sent),
-                sent=route.sent + sent,
-                steps=(step, *route.steps) if backward else (*route.steps, step),
-            )
-            heapq.heappush(heap, (longer, other))
-    return found
-
-
-_Axes: TypeAlias = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -258,16 +236,12 @@ class Way:
     flops: int
 
     @property
-    def routes(self) -> tuple[Route, Route, Route]:
-        return self.a, self.b, self.c
-
-    @property
     def cost(self) -> int:
         return self.a.cost + self.b.cost + self.c.cost
 
     @property
     def sent(self) -> int:
-        return sum(route.sent for route in self.routes)
+        return self.a.sent + self.b.sent + self.c.sent
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -281,8 +255,8 @@ class Way:
     @property
     def ties(self) -> tuple[object, ...]:
         """Return the key that orders ways of equal cost: few sums, few bytes outside the fused step, few steps."""
-        exposed = self.sent - max(route.fusable for route in self.routes)
-        return sum(route.reduces for route in self.routes), exposed, len(self.steps), self.steps
+        exposed = self.sent - max(self.a.fusable, self.b.fusable, self.c.fusable)
+        return self.a.reduces + self.b.reduces + self.c.reduces, exposed, len(self.steps), self.steps
 
     def sequence(self, result: str) -> tuple[Step, ...]:
         """Return all steps in the order in which they run; `result` is the product's name.
@@ -291,7 +265,8 @@ class Way:
         is fused moves last.
         """
         a, b, c = self.a.steps, self.b.steps, self.c.steps
-        gathers = [(route.fusable, route.steps[-1]) for route in (self.a, self.b) if _gathers_last(route)]
+        nearest = [(self.a.fusable, a[-1:]), (self.b.fusable, b[-1:])]
+        gathers = [(sent, step) for sent, last in nearest for step in last if step.kind == "all_gather"]
         reduces = [(self.c.fusable, step) for step in c[:1] if step.reduces]
         fused = max(gathers + reduces, key=lambda pair: pair[0], default=(0, None))[1]
         operands = b + a if fused in a else a + b
@@ -321,23 +296,24 @@ def choose(
     """
     ways = _in_order(_ways(matmul, axes, usual), lambda way: (way.cost, way.flops))
     best = next(ways)
-    if sizes is None:
-        if other := _runner_up(best, ways):
-            return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
+    if sizes is not None:
+        # Its routes may differ from the cheapest for these sizes: price it as it stands.
+        usual_way = _priced(matmul, best, sizes)
+
+        def cost(way: Way) -> tuple[float, bool]:
+            return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
+
+        ways = _in_order([usual_way, *_ways(matmul, axes, sizes)], cost)
+        best = next(ways)
+        if best.steps != usual_way.steps:
+            return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
+    # The next way that communicates differently, rather than slices elsewhere.
+    other = next((way for way in ways if way.collectives != best.collectives), None)
+    if other is None:
         return best, "the only way", ()
-    # Its routes may differ from the cheapest for these sizes: price it as it stands.
-    usual_way = _priced(matmul, best, sizes)
-
-    def cost(way: Way) -> tuple[float, bool]:
-        return way.cost * flops_per_byte + way.flops, way.steps != usual_way.steps
-
-    ways = _in_order([usual_way, *_ways(matmul, axes, sizes)], cost)
-    best = next(ways)
-    if best.steps != usual_way.steps:
-        return best, f"cheaper than the usual way: {_against(best, usual_way)}", usual_way.steps
-    if other := _runner_up(best, ways):
-        return best, f"the usual way: {_against(best, other)}", other.steps
-    return best, "the only way", ()
+    if sizes is None:
+        return best, f"the usual way, sizes being unknown; the next is {_text(other)}", other.steps
+    return best, f"the usual way: {_against(best, other)}", other.steps
 
 
 def quantity(value: float, unit: str) -> str:
@@ -349,46 +325,25 @@ def quantity(value: float, unit: str) -> str:
     return f"{value:.4g} {prefixes[0]}{unit}"
 
 
-def _gathers_last(route: Route) -> bool:
-    return bool(route.steps) and route.steps[-1].kind == "all_gather"
-
-
 def _ways(matmul: Matmul, axes: tuple[str, ...], sizes: Sizes) -> Iterator[Way]:
-    # Pair every sharding of a with every sharding of b that splits the contraction alike. Work out beforehand what
-    # depends on one operand alone, or three axes would take a second.
+    # Pair every sharding of a with every sharding of b that splits the contraction alike and no other dim over the same
+    # axes: their product is a shard of the whole.
     a_name, b_name, c_name = matmul.names
-    contraction = matmul.contraction
-    places = [_places(operand, matmul.c.names) for operand in (matmul.a, matmul.b)]
-    contracted = [_places(operand, contraction) for operand in (matmul.a, matmul.b)]
-    # True for each dim of the result that comes from b; the others come from a.
-    from_b = [place >= 0 for place in places[1]]
-    results = {
-        (tuple(dim.axes for dim in c.dims), c.partial): route
-        for c, route in result_routes(matmul.c, c_name, axes, sizes).items()
-    }
-    by_contraction: dict[_Axes, list[tuple[_Axes, int, Route]]] = {}
-    for b, route in operand_routes(matmul.b, b_name, axes, sizes).items():
-        split = _axes_at(b, contracted[1])
-        columns = prod(sizes.shard(dim.name, dim.axes) for dim in b.dims if dim.name not in contraction)
-        by_contraction.setdefault(split, []).append((_axes_at(b, places[1]), columns, route))
-    for a, a_route in operand_routes(matmul.a, a_name, axes, sizes).items():
-        split = _axes_at(a, contracted[0])
-        partial = tuple(sorted(axis for each in split for axis in each))
-        a_axes, a_numel = _axes_at(a, places[0]), sizes.numel(a)
-        for b_axes, columns, b_route in by_contraction.get(split, ()):
-            shards = tuple([b if second else a for a, b, second in zip(a_axes, b_axes, from_b, strict=True)])
-            # An axis on the rows of one and the columns of the other makes a product that no route starts from.
-            if c_route := results.get((shards, partial)):
-                yield Way(a_route, b_route, c_route, 2 * a_numel * columns)
 
+    def parted(tensor: Tensor) -> tuple[tuple[tuple[str, ...], ...], set[str]]:
+        contracted = tuple([tensor.axes(name) for name in matmul.contraction])
+        return contracted, set(tensor.used).difference(*contracted)
 
-def _places(operand: Tensor, names: tuple[str, ...]) -> list[int]:
-    # The operand's dim for each name; -1 for none.
-    return [operand.names.index(name) if name in operand.names else -1 for name in names]
-
-
-def _axes_at(operand: Tensor, places: list[int]) -> _Axes:
-    return tuple([operand.dims[place].axes if place >= 0 else () for place in places])
+    results = routes(matmul.c, c_name, axes, sizes, to=True)
+    alike: dict[tuple[tuple[str, ...], ...], list[tuple[Tensor, set[str], Route]]] = {}
+    for b, b_route in routes(matmul.b, b_name, axes, sizes, to=False).items():
+        contracted, others = parted(b)
+        alike.setdefault(contracted, []).append((b, others, b_route))
+    for a, a_route in routes(matmul.a, a_name, axes, sizes, to=False).items():
+        contracted, own = parted(a)
+        for b, others, b_route in alike.get(contracted, ()):
+            if own.isdisjoint(others) and (c_route := results.get(product(a, b, matmul.c.names))):
+                yield Way(a_route, b_route, c_route, flops(a, b, sizes))
 
 
 def _in_order(ways: Iterable[Way], price: Callable[[Way], tuple[float, ...]]) -> Iterator[Way]:
@@ -414,11 +369,6 @@ def _priced(matmul: Matmul, way: Way, sizes: Sizes) -> Way:
     b_route, b = priced(matmul.b, way.b, -1)
     c_route, _ = priced(product(a, b, matmul.c.names), way.c, 0)
     return Way(a_route, b_route, c_route, flops(a, b, sizes))
-
-
-def _runner_up(best: Way, others: Iterable[Way]) -> Way | None:
-    """Return the next way that communicates differently, rather than slices elsewhere."""
-    return next((way for way in others if way.collectives != best.collectives), None)
 
 
 def _against(best: Way, other: Way) -> str:

@@ -45,7 +45,7 @@ from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
-from .tokens import TOKENS, Heads, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+from .tokens import TOKENS, Heads, Hooks, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
 # Name of the comparison of what ranks were given. Without it, the scatter of parameters that a style begins with would
 # wait for the group's timeout if a rank has other parameters, or none.
@@ -109,20 +109,14 @@ def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield f"{prefix}{name}", child
 
 
-# Styles that leave parameters as they are.
-_LEAVE_PARAMETERS = {each.__name__ for each in (SplitTokens, WholeTokens, WholeOutput, Heads)}
-
-
 class _Planner:
     # Writes the plan of a decoder: styles by module name, to be applied in order.
+    # linears: options for the linears of attention and MLPs.
     def __init__(
-        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, schedule: str,
-        float8: Float8 | None, order: Order,
-    ) -> None:  # fmt: skip
-        self._of, self._ranks, self._schedule = decoder, num_ranks, schedule
-        self._order = order
-        # Options for the linears of attention and MLPs.
-        self._linears: dict[str, Any] = {"schedule": schedule, "float8": float8, "order": order}
+        self, decoder: Decoder, num_ranks: int, split_tokens: bool, split_logits: bool, linears: dict[str, Any]
+    ) -> None:
+        self._of, self._ranks, self._linears = decoder, num_ranks, linears
+        self._schedule, self._order = linears["schedule"], linears["order"]
         self._split_tokens, self._split_logits = split_tokens, split_logits
         self._tokens: Placement = TOKENS if split_tokens else Replicate()
         # True if the modules after the layers need whole hidden states, as in one process.
@@ -190,9 +184,8 @@ class _Planner:
         heads = self._heads(path, child)
         widths = {features(child.get_submodule(name)) for name in columns}
         check_own(path, child, {*widths, *(heads or ())})
-        column: dict[str, Any] = {"input_layouts": self._tokens, **self._linears}
-        row: dict[str, Any] = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens}
-        row |= self._linears
+        column = {"input_layouts": self._tokens, **self._linears}
+        row = {"output_layouts": self._tokens, "use_local_output": not self._split_tokens, **self._linears}
         parts: list[str] = []
         pieces: dict[str, int] = {}
         for name in columns:
@@ -344,8 +337,9 @@ def decoder_plan(
             "DTensor: it has been split before, by parallelize, by transformers (tp_plan, distributed_config), by "
             "parallelize_module or by fully_shard. Load the model without that, and call parallelize first"
         )
+    linears = {"schedule": schedule, "float8": recipe, "order": order}
     with lora.taken_off(decoder) as adapted:
-        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, schedule, recipe, order).write()
+        plan = _Planner(decoder_of(decoder), num_ranks, split, split_logits, linears).write()
         _check_ties(decoder, plan)
         lora.check(model, adapted, styled(decoder, plan))
     return plan
@@ -371,9 +365,8 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
             for name, (of, pieces) in parts.items():
                 of = of.style if isinstance(of, TiedHead) else of
                 kind = "rows" if isinstance(of, FusedEmbeddingParallel | FusedColwiseParallel) else type(of).__name__
-                for _, module in matching(model, name):
-                    if kind not in _LEAVE_PARAMETERS:
-                        lies.setdefault(id(module), []).append(f"{kind} {pieces}")
+                for _, module in () if isinstance(of, Hooks | Heads) else matching(model, name):
+                    lies.setdefault(id(module), []).append(f"{kind} {pieces}")
     for names in ties:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         found = {(own, *lies.get(id(module), [])) for module, own in owners}

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import arguments, dispatch
-from ..calls.parameters import PLAIN, as_dtensor, local
+from ..calls.parameters import PLAIN, Watched, as_dtensor, local
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
-from .linears import Derived, check_mesh, derived, distribute, lies, met_before, positive
+from .linears import Derived, check_mesh, convert, derived, distribute, met_before, positive
 
 
 class FusedEmbeddingParallel(ParallelStyle):
@@ -60,26 +60,24 @@ class FusedEmbeddingParallel(ParallelStyle):
             if getattr(module, option):
                 raise NotImplementedError(f"{name} does not do nn.Embedding's {option}")
         distribute(module, device_mesh, self.src_data_rank, weight=Shard(0))
-        made: Any = module
-        made._distribute_module_applied = True
-        own: Any = type(module)
-        made.__class__ = FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived))
-        made.mesh, made.output = device_mesh, self.output_layouts
-        made.use_local_output, made.schedule = self.use_local_output, self.schedule
-        return module
+        own = type(module)
+        return convert(
+            module,
+            FusedEmbedding if own is nn.Embedding else derived((own, FusedEmbedding, Derived)),
+            mesh=device_mesh,
+            style=self,
+        )
 
     def __repr__(self) -> str:
         layouts = f"output_layouts={self.output_layouts!r}, use_local_output={self.use_local_output}"
         return f"{type(self).__name__}({layouts}, schedule={self.schedule!r})"
 
 
-class FusedEmbedding(nn.Embedding):
+class FusedEmbedding(Watched, nn.Embedding):
     """The class that FusedEmbeddingParallel gives an nn.Embedding; a subclass's own code runs before this one's."""
 
     mesh: DeviceMesh
-    output: Placement
-    use_local_output: bool
-    schedule: str
+    style: FusedEmbeddingParallel
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up indices [..], the same on every rank; return [.., features], or this rank's part of it."""
@@ -89,7 +87,7 @@ class FusedEmbedding(nn.Embedding):
             raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
         if isinstance(input, DTensor):
             input = input.redistribute(placements=[Replicate()]).to_local()
-        output = positive(self.output, input.ndim + 1, "output_layouts")
+        output = positive(self.style.output_layouts, input.ndim + 1, "output_layouts")
         sizes, rank = chunk_sizes(self.num_embeddings, self.mesh.size()), self.mesh.get_local_rank()
         begin, size = offsets(sizes)[rank], sizes[rank]
         # A fake tensor has no values to look at.
@@ -98,7 +96,7 @@ class FusedEmbedding(nn.Embedding):
             low, high = torch.aminmax(input)
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")
-        lies(self.mesh, Shard(0), (self.num_embeddings, self.embedding_dim)).check("weight", self.weight)
+        self.check_parameters()
         weight = local(self.weight, 2)
         rows = input - begin
         # On other devices the lookup itself finds indices out of range: the first and the last rank mask none of them.
@@ -112,10 +110,10 @@ class FusedEmbedding(nn.Embedding):
         else:
             # The weight takes part in the graph, so this rank joins the collectives of backward.
             found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
-        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.schedule}
+        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.style.schedule}
         if isinstance(output, Shard):
             lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
             y = collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)
         else:
             y = collectives.all_reduce(found, **options)
-        return y if self.use_local_output else as_dtensor(y, self.mesh, output, tuple(found.shape))
+        return y if self.style.use_local_output else as_dtensor(y, self.mesh, output, tuple(found.shape))

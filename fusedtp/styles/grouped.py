@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +57,8 @@ class _Together:
             self.clear()
         return out
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Together:
-        made = memo[id(self)] = _Together()
-        made.linears = copy.deepcopy(self.linears, memo)
-        return made
-
     def __getstate__(self) -> dict[str, Any]:
+        # Neither a copy nor a file keeps results.
         return {"linears": self.linears, "_key": None, "_outs": {}}
 
 
@@ -156,7 +152,7 @@ class FusedGroup(ParallelStyle):
             linear.together = together
             together.linears.append(linear)
         # After a call that uses only some linears, drop the results of the others.
-        module.register_forward_hook(_Clear(together), always_call=True)
+        module.register_forward_hook(partial(_clear, together), always_call=True)
         return module
 
     def __repr__(self) -> str:
@@ -164,12 +160,8 @@ class FusedGroup(ParallelStyle):
         return f"FusedGroup({', '.join(map(repr, self.names))}, {pieces}style={self.style!r})"
 
 
-class _Clear:
-    def __init__(self, together: _Together) -> None:
-        self._together = together
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._together.clear()
+def _clear(together: _Together, module: nn.Module, args: Any, output: Any) -> None:
+    together.clear()
 
 
 def is_conv1d(module: nn.Module) -> bool:

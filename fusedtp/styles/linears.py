@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
 from ..calls import arguments, autograd, dispatch, operators, problems
-from ..calls.parameters import Lies, Watched, as_dtensor, local, watch_all
+from ..calls.parameters import Watched, as_dtensor, local
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
@@ -105,19 +105,8 @@ class FusedLinear(Watched, nn.Linear):
     """Base class of an nn.Linear whose parameters its style has laid out."""
 
     layouts: _Layouts
-    _weight: Placement
-    _bias: Placement
     # True if `parallelize` has split the adapters around it.
     has_adapters = False
-
-    def check_parameters(self) -> None:
-        known: dict[str, Any] = self.__dict__.setdefault("_known", {})
-        for name, placement in (("weight", self._weight), ("bias", self._bias)):
-            each = getattr(self, name)
-            spec = getattr(each, "_spec", None)
-            if each is not None and (spec is None or spec is not known.get(name)):
-                shape = (self.out_features, self.in_features)[: each.ndim]
-                known[name] = lies(self.layouts.mesh, placement, shape).check(name, each)
 
     @property
     def base_layer(self) -> nn.Module:
@@ -134,19 +123,8 @@ class FusedLinear(Watched, nn.Linear):
         )
 
 
-def lies(mesh: DeviceMesh, placement: Placement, shape: tuple[int, ...]) -> Lies:
-    """Return the layout of a parameter of this global shape."""
-    part = list(shape)
-    if isinstance(placement, Shard):
-        part[placement.dim] = chunk_sizes(shape[placement.dim], mesh.size())[mesh.get_local_rank()]
-    return Lies(mesh, placement, shape, tuple(part))
-
-
 class FusedColwiseLinear(FusedLinear):
     """Class that FusedColwiseParallel gives an nn.Linear: `[.., R_X, .., K] @ [K, N_X] -> [.., N_X]`, or R whole."""
-
-    _weight: Placement = Shard(0)
-    _bias: Placement = Shard(0)
 
     def forward(self, input: Tensor) -> Tensor:
         (y,) = columns([self], input)
@@ -181,8 +159,6 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor
 
 class FusedRowwiseLinear(FusedLinear):
     """Class that FusedRowwiseParallel gives an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
-
-    _weight, _bias = Shard(1), Replicate()
 
     def forward(self, input: Tensor) -> Tensor:
         self.check_parameters()
@@ -269,11 +245,6 @@ def warn_of_ties(module: nn.Linear, style: str) -> None:
             )
 
 
-def _lies(parameter: Tensor, mesh: DeviceMesh, placement: Placement) -> bool:
-    # Return whether the parameter is laid out so already, such as a weight tied to a module that has its style.
-    return isinstance(parameter, DTensor) and parameter.device_mesh == mesh and parameter.placements == (placement,)
-
-
 def _is_of_a_module(values: dict[str, Any]) -> bool:
     # Return whether a module refers to these values as its parameters, by itself or through its attributes.
     return any(
@@ -283,7 +254,7 @@ def _is_of_a_module(values: dict[str, Any]) -> bool:
 
 
 class _FusedStyle(ParallelStyle):
-    # Base of the two styles. The module's class is changed in place: its hooks, name and parameters' names stay.
+    # Base of the two styles.
     _input: Placement
     _output: Placement
     _weight: Placement
@@ -336,13 +307,7 @@ class _FusedStyle(ParallelStyle):
         if not self.keeps_ties:
             warn_of_ties(module, type(self).__name__)  # type: ignore[arg-type]
         distribute(module, device_mesh, self.src_data_rank, weight=self._weight, bias=self._bias)
-        watch_all(module)
-        module.__class__ = self._linear
-        # torch's own styles refuse such a module.
-        made: Any = module
-        made._distribute_module_applied = True
-        module.layouts = self.layouts_on(device_mesh)  # type: ignore[assignment]
-        return module
+        return convert(module, self._linear, layouts=self.layouts_on(device_mesh))
 
     def __repr__(self) -> str:
         layouts = f"input_layouts={self.input_layouts}, output_layouts={self.output_layouts}"
@@ -414,7 +379,6 @@ class FusedSharedLinear(FusedColwiseLinear):
 
     gradients: Sum
     own_rows: slice
-    _weight, _bias = Replicate(), Replicate()
 
     def own(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's rows of weight and bias."""
@@ -429,20 +393,29 @@ def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | 
     """Make a module's own parameters DTensors: those named in `lie` with these placements, by default all whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = lie.get(name) if lie else Replicate()
-        if placement is not None and not _lies(parameter, device_mesh, placement):
+        # A weight that is tied to a module with a style may be laid out so already.
+        found = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
+        if placement is not None and found != (device_mesh, (placement,)):
             value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=src_data_rank)
             setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def convert(module: nn.Module, kind: type[nn.Module], **attributes: object) -> nn.Module:
+    """Change a module's class in place, so that its hooks and its parameters' names stay, and set attributes."""
+    module.__class__ = kind
+    # torch's own styles refuse such a module.
+    for name, value in {"_distribute_module_applied": True, **attributes}.items():
+        setattr(module, name, value)
+    if isinstance(module, Watched):
+        module.keep_layout()
+    return module
 
 
 def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMesh, own_rows: slice) -> None:
     """Give an nn.Linear with whole parameters the style: this rank uses the rows `own_rows`."""
     style.check(linear, device_mesh)
-    linear.__class__ = FusedSharedLinear
-    assert isinstance(linear, FusedSharedLinear)
-    setattr(linear, "_distribute_module_applied", True)  # noqa: B010
-    linear.layouts, linear.own_rows = style.layouts_on(device_mesh), own_rows
-    linear.gradients = Sum(device_mesh, style.options.schedule)
-    watch_all(linear)
+    gradients = Sum(device_mesh, style.options.schedule)
+    convert(linear, FusedSharedLinear, layouts=style.layouts_on(device_mesh), own_rows=own_rows, gradients=gradients)
 
 
 class Derived(nn.Module):

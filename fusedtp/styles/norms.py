@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..calls import arguments, dispatch
 from ..calls.parameters import as_dtensor, local
 from ..scaled import check_dense
-from .linears import Derived, Sum, check_mesh, derived, distribute, met_before, positive
+from .linears import Derived, Sum, check_mesh, convert, derived, distribute, met_before, positive
 
 
 class FusedNormParallel(ParallelStyle):
@@ -57,12 +57,9 @@ class FusedNormParallel(ParallelStyle):
         names = tuple(name for name, each in module.named_parameters(recurse=False))
         distribute(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
-        made: Any = module
-        made.__class__ = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
-        made._distribute_module_applied = True
-        made.gradients = Sum(device_mesh, self.schedule)
-        made.tokens, made.use_local_output = self.tokens, self.use_local_output
-        return module
+        cls = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
+        gradients = Sum(device_mesh, self.schedule)
+        return convert(module, cls, gradients=gradients, tokens=self.tokens, use_local_output=self.use_local_output)
 
     def __repr__(self) -> str:
         tokens = "" if self.tokens is None else f"sequence_dim={self.tokens.dim}, "

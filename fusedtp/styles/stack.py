@@ -135,10 +135,10 @@ def check_alike(of: Decoder) -> None:
         for name in {**first, **here}:
             if first.get(name) != here.get(name):
                 one, other = (".".join(filter(None, (of.layers, str(number), name))) for number in (i, 0))
-                kinds = [each.get(name, ("missing", {})) for each in (here, first)]
-                differ = [f"{kind} {[*map(list, shapes.values())]}" for kind, shapes in kinds]
-                if kinds[0][0] != kinds[1][0]:
-                    differ = [kind for kind, _ in kinds]
+                both = [each.get(name, ("missing", {})) for each in (here, first)]
+                differ = [kind for kind, _ in both]
+                if differ[0] == differ[1]:
+                    differ = [f"{kind} {[*map(list, shapes.values())]}" for kind, shapes in both]
                 raise NotImplementedError(
                     f"parallelize is for layers that are alike: {one} differs from {other}, {' and '.join(differ)}. "
                     f"{OWN_PLAN}"

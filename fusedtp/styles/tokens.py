@@ -18,43 +18,30 @@ TOKENS = Shard(1)
 """Tokens are the second dim of hidden states, [batch, tokens, features]."""
 
 
-def _changed(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # The call with its hidden states changed: the first argument, or the one with that name.
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: change(kwargs[name])}
-
-
 # Hooks are functions of this module, so that torch.save can save a model with them.
 
 
-def _split(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _split(x: Any, mesh: DeviceMesh) -> Tensor:
     # One module may serve as several layers: x may be split already.
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[TOKENS])
 
 
-def _whole(x: Any) -> Tensor:
-    gathered: Tensor = x.redistribute(placements=[Replicate()]).to_local()
-    return gathered
+def _whole(x: Any, mesh: DeviceMesh) -> Tensor:
+    return x.redistribute(placements=[Replicate()]).to_local()  # type: ignore[no-any-return]
 
 
-def _split_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _changed(args, kwargs, partial(_split, mesh=mesh))
+def _before(change: Any, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Hidden states are the first argument, or the one with that name.
+    if args:
+        return (change(args[0], mesh), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: change(kwargs[name], mesh)}
 
 
-def _split_after(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return (_split(output[0], mesh), *output[1:]) if isinstance(output, tuple) else _split(output, mesh)
-
-
-def _whole_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _changed(args, kwargs, _whole)
-
-
-def _whole_after(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return _whole(output)
+def _after(change: Any, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return (change(output[0], mesh), *output[1:]) if isinstance(output, tuple) else change(output, mesh)
 
 
 def _features_before(mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -99,48 +86,51 @@ def _cache_before(
         )
 
 
-class _Hooks(ParallelStyle):
-    # Base of styles that change what a module takes or returns.
+class Hooks(ParallelStyle):
+    """Base of styles that change the hidden states that a module takes or returns, and leave its parameters."""
+
     before: Any = None
     after: Any = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.before is not None:
-            module.register_forward_pre_hook(partial(self.before, device_mesh), with_kwargs=True)
+            module.register_forward_pre_hook(partial(_before, self.before, device_mesh), with_kwargs=True)
         if self.after is not None:
-            module.register_forward_hook(partial(self.after, device_mesh))
+            module.register_forward_hook(partial(_after, self.after, device_mesh))
         return module
 
     def __repr__(self) -> str:
         return type(self).__name__
 
 
-class SplitTokens(_Hooks):
+class SplitTokens(Hooks):
     """Style for the first layer: hidden states become DTensors, Shard(1), and stay so through all layers."""
 
-    before = staticmethod(_split_before)
+    before = staticmethod(_split)
 
 
-class WholeTokens(_Hooks):
+class WholeTokens(Hooks):
     """Style for a module that is not split: it runs on all tokens on every rank, and each rank keeps its own part."""
 
-    before, after = staticmethod(_whole_before), staticmethod(_split_after)
+    before, after = staticmethod(_whole), staticmethod(_split)
 
 
-class KeptLogits(_Hooks):
+class KeptLogits(Hooks):
     """Style for the model: `logits_to_keep` becomes a DTensor, as it selects tokens of DTensors."""
 
-    before = staticmethod(_kept_before)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(_kept_before, device_mesh), with_kwargs=True)
+        return module
 
 
-class WholeOutput(_Hooks):
+class WholeOutput(Hooks):
     """Style for the last norm if tokens are not split after it: it returns a plain tensor, the same on every rank.
 
     Needed by heads that take no DTensors, and by models that reshape the norm's output, which a DTensor with uneven
     parts does not support.
     """
 
-    after = staticmethod(_whole_after)
+    after = staticmethod(_whole)
 
 
 class SplitFeatures(ParallelStyle):
