@@ -37,6 +37,7 @@ from fusedtp.files import Entry, entry_of, read_text, replace
 
 from . import arguments, store
 from .cases import OPS, SHAPES, Case
+from .cases import schedules_here as schedules
 from .machine import Machine, describe
 
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
@@ -74,11 +75,6 @@ Launch: TypeAlias = Mapping[Tracked, Mapping[str, Sequence[float]]]
 
 def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def schedules(gpus: int) -> tuple[str, ...]:
-    """Those that run at full speed here: interpreted kernels are not timed."""
-    return ("unfused", "decomposed", "fused") if gpus else ("unfused", "decomposed")
 
 
 def cases(gpus: int) -> tuple[Tracked, ...]:
