@@ -65,10 +65,8 @@ def layer(
     for seed in range(2):
         problem = Problem(Case(row.name, *size, dtype, group.size(), seed), group, device)
         for algorithm in algorithms(row, schedule):
-            given: dict[str, Any] = {"algorithm": algorithm}
-            if row.kind != "all_reduce":
-                given = {"sizes": problem.m_sizes, "producer": producer}
-            call = functools.partial(getattr(fusedtp, op), group=group, schedule=schedule, **given)
+            given = {"algorithm": algorithm} if row.kind == "all_reduce" else {"producer": producer}
+            call = problem.linear(group, schedule=schedule, **given)
             problem.check(schedule, passes(call, problem.x, problem.w, problem, "both")(), "both")
     registry.get(group, device).check()
     path = fusedtp.last_path()

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedtp import reference
+from fusedtp import functional, reference
 from fusedtp.float8 import E8M0
 from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
 from fusedtp.schedules.local import mm
@@ -105,6 +106,13 @@ class Operands:
         if self._dy is None:
             self._dy = self.own("y", self.dy_whole)
         return self._dy
+
+    def linear(self, group: ProcessGroup, **options: Any) -> Callable[[Any, Any], Tensor]:
+        """Return this package's op as a call of x and w."""
+        if self.case.kind == "all_reduce":
+            return partial(functional.linear_all_reduce, group=group, **options)
+        call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
+        return partial(call, group=group, sizes=self.m_sizes, **options)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return what this rank multiplies for y, dx or dw when all that is gathered is there."""
