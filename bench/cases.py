@@ -132,6 +132,20 @@ class Case:
         return all(length % self.world_size == 0 for length in split)
 
 
+def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
+    """Return what a table of measurements knows a case by.
+
+    Its last three: rows and columns of what travels, whole, and the product's third dim on a rank.
+    """
+    cols, third = (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
+    return case.op, case.world_size, case.dtype, case.M, cols, -(-third // case.world_size)
+
+
+def schedules_here(num_gpus: int) -> tuple[str, ...]:
+    """Return those that are timed: on a CPU kernels are interpreted."""
+    return ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
+
+
 def ranks(number: int) -> str:
     """As people read it: "1 rank", "2 ranks"."""
     return f"{number} rank" if number == 1 else f"{number} ranks"

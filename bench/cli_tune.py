@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fusedtp.calls import tuning
+from fusedtp.calls.tuning import Sample, Tuned, version_here
+from fusedtp.calls.tuning import Table as Measurements
+from fusedtp.cost.overlap import ONE_KERNEL_ROWS
+from fusedtp.op import MATMUL_ALL_REDUCE
+
 from . import arguments
-from .cases import EVERY_DTYPE, MODELS, Case, block
+from .cases import EVERY_DTYPE, MODELS, OPS, Case, block, size_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from fusedtp.calls.tuning import Sample, Tuned
-    from fusedtp.calls.tuning import Table as Measurements
 
     from .tune_kernels import TileSearch
 
@@ -80,8 +83,6 @@ def tune(
     says. What was found is kept at once, so a command that was cut off goes on where it was. On a machine without a GPU
     the same runs interpreted, at tiny sizes, and nothing is kept.
     """
-    from fusedtp.calls import tuning
-
     if not kernels and (model or tokens or shape or again):
         raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
     console = arguments.console()
@@ -110,11 +111,9 @@ def tune(
     if kernels:
         # Where kernels are interpreted two ranks show what there is to see.
         sizes = world_sizes if world_size is not None or num_gpus else world_sizes[:1]
-        cases = _asked(sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus)
-        tune_tiles(
-            _once(cases, console), target, machine, seconds=600.0 if seconds is None else seconds, again=again,
-            console=console,
-        )  # fmt: skip
+        asked = _asked(sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus)
+        cases, of_all = _once(asked, console), 600.0 if seconds is None else seconds
+        tune_tiles(cases, target, machine, seconds=of_all, again=again, console=console)
         return
     from . import tune as measuring
 
@@ -122,9 +121,7 @@ def tune(
     planned = list(measuring.steps(world_sizes, dtypes, num_gpus))
     named = [measuring.about(step, each_seconds, num_gpus) for step in planned]
     with arguments.progress(console, named, f"{target} is as it was") as done:
-        samples, rates = measuring.tune(
-            planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done
-        )  # fmt: skip
+        samples, rates = measuring.tune(planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done)
     table = tuning.Table(machine, tuple(samples), rates)
     before, _, ignored = tuning.load(target)
     if before is not None:
@@ -206,27 +203,20 @@ def _asked(
             raise typer.BadParameter(f"--model: {error}") from error
         found = [case for cases in blocks for case in cases]
         return found + [case for each in found for case in _decoded(each)]
-    sizes = GPU_SHAPES if num_gpus else dict.fromkeys(GPU_SHAPES, (TINY,))
-    if shapes:
-        sizes = dict.fromkeys(GPU_SHAPES, tuple(arguments.shape(text) for text in shapes))
-    return [
-        Case(op, *size, dtype, n) for n, dtype in itertools.product(world_sizes, dtypes) for op in sizes
-        for size in sizes[op]
-    ]  # fmt: skip
+    of_all = [arguments.shape(text) for text in shapes or ()] or ([] if num_gpus else [TINY])
+    pairs = itertools.product(world_sizes, dtypes, OPS)
+    return [Case(op, *size, dtype, n) for n, dtype, op in pairs for size in of_all or GPU_SHAPES[op]]
 
 
 def _decoded(case: Case) -> list[Case]:
     # Few tokens are whole on every rank: what is summed is all-reduced.
-    from fusedtp.cost.overlap import ONE_KERNEL_ROWS
-    from fusedtp.op import MATMUL_ALL_REDUCE
-
     if case.kind != "scatter" or case.M > ONE_KERNEL_ROWS:
         return []
     return [Case(MATMUL_ALL_REDUCE.name, case.M, case.N, case.K, case.dtype, case.world_size)]
 
 
 def _once(found: Iterable[Case], console: Console) -> list[Case]:
-    from .tune_kernels import missing, size_of
+    from .tune_kernels import missing
 
     kept: dict[object, Case] = {}
     for case in found:
@@ -243,14 +233,9 @@ def tune_tiles(
     asked: Sequence[Case], target: Path, machine: dict[str, object], *, seconds: float, again: bool, console: Console
 ) -> None:
     """Search, keep each finding at once where it was measured on GPUs, and show all; exit with 1 if a size failed."""
-    from fusedtp.calls import tuning
-    from fusedtp.calls.tuning import version_here
+    from .tune_kernels import tune_kernels
 
-    from .tune_kernels import size_of, tune_kernels
-
-    def said(text: str, style: str = "") -> None:
-        console.print(text, style=style)
-
+    said = console.print
     num_gpus = int(str(machine["num_gpus"]))
     before, _, ignored = tuning.load(target)
     if ignored and num_gpus:
@@ -310,10 +295,7 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
 
 def show_current_tiles(table: Measurements, console: Console) -> None:
     """Those of a file that are for this version's kernels; and how many are not."""
-    from fusedtp.calls.tuning import version_here
-
     current = [each for each in table.kernels if each.version == version_here()]
     show_tiles(current, "measured on this machine", console)
     if others := len(table.kernels) - len(current):
-        told = f"{others} tiles are of another version of fusedtp and are not taken: tune them again"
-        console.print(told)
+        console.print(f"{others} tiles are of another version of fusedtp and are not taken: tune them again")

@@ -23,7 +23,7 @@ from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 
 from .cases import Case
-from .operands import device_here, passes
+from .operands import Operands, device_here, passes
 from .oracle import accumulate_in_float32
 from .problem import Problem
 
@@ -65,10 +65,8 @@ def layer(
     for seed in range(2):
         problem = Problem(Case(row.name, *size, dtype, group.size(), seed), group, device)
         for algorithm in algorithms(row, schedule):
-            given: dict[str, Any] = {"algorithm": algorithm}
-            if row.kind != "all_reduce":
-                given = {"sizes": problem.m_sizes, "producer": producer}
-            call = functools.partial(getattr(fusedtp, op), group=group, schedule=schedule, **given)
+            given = {"algorithm": algorithm} if row.kind == "all_reduce" else {"producer": producer}
+            call = problem.linear(group, schedule=schedule, **given)
             problem.check(schedule, passes(call, problem.x, problem.w, problem, "both")(), "both")
     registry.get(group, device).check()
     path = fusedtp.last_path()
@@ -138,33 +136,29 @@ def trees(group: ProcessGroup, dtype: str, size: tuple[int, int, int]) -> str:
     """Check sums in the order of a tree: the bits of one rank, forward and backward."""
     device, count, n, rank = prepare(), 0, group.size(), group.rank()
     alone, _ = dist.new_subgroups(1)
-    M, N, K = size
-    x, w, b, dy = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, getattr(torch, dtype))
-        for seed, shape in enumerate(((M, K), (N, K), (N,), (M, N)))
-    )
-    m_sizes = even_sizes(M, n)
-    for name, more in (
-        ("all_gather_linear", {"sizes": m_sizes}), ("linear_reduce_scatter", {"sizes": m_sizes}),
-        ("linear_all_reduce", {"algorithm": "one_shot"}), ("linear_all_reduce", {"algorithm": "two_shot"}),
-    ):  # fmt: skip
-        gathers, scatters = name == "all_gather_linear", name == "linear_reduce_scatter"
-        # Where this rank's part of x, w, bias and y lies in the whole.
-        of_m = slice(sum(m_sizes[:rank]), sum(m_sizes[: rank + 1]))
-        of_n, of_k = (slice(rank * length // n, (rank + 1) * length // n) for length in (N, K))
-        parts = {
-            "x": (of_m,) if gathers else (slice(None), of_k), "w": (of_n,) if gathers else (slice(None), of_k),
-            "b": (of_n,) if gathers else (slice(None),),
-            "y": (slice(None), of_n) if gathers else (of_m if scatters else slice(None),),
-        }  # fmt: skip
+    bias = torch.randn(size[1], generator=torch.Generator().manual_seed(1)).to(device, getattr(torch, dtype))
+    for name, algorithm in (
+        ("all_gather_linear", ""),
+        ("linear_reduce_scatter", ""),
+        ("linear_all_reduce", "one_shot"),
+        ("linear_all_reduce", "two_shot"),
+    ):
+        whole = Operands(Case(LAYERS[name], *size, dtype, n), rank, device)
+        own_bias = reference.chunk(bias, 0, rank, whole.n_sizes) if whole.gathers else bias
+        given: dict[str, Any] = {"algorithm": algorithm} if algorithm else {"sizes": whole.m_sizes}
         found = []
-        for on, given, of in ((group, more, parts), (alone, {}, dict.fromkeys(parts, (slice(None),)))):
-            leaves = [_leaf(each[of[part]], device) for part, each in (("x", x), ("w", w), ("b", b))]
-            y = getattr(fusedtp, name)(*leaves, group=on, order="tree", **given)
-            y.backward(dy[of["y"]])
-            found.append([y.detach(), *(each.grad for each in leaves)])
-        for what, mine, whole in zip(("y", "x", "w", "b"), *found, strict=True):
-            assert torch.equal(mine, whole[parts[what]]), f"{name} {more}: other bits of {what} on {n} ranks"
+        for on, options, operands, dy in (
+            (group, given, (whole.x, whole.w, own_bias), whole.dy),
+            (alone, {}, (whole.x_whole, whole.w_whole, bias), whole.dy_whole),
+        ):
+            leaves = [_leaf(each, device) for each in operands]
+            y = getattr(fusedtp, name)(*leaves, group=on, order="tree", **options)
+            found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+        mine, (y, dx, dw, db) = found
+        cut = whole.own("y", y), whole.own("x", dx), whole.own("w", dw)
+        db = reference.chunk(db, 0, rank, whole.n_sizes) if whole.gathers else db
+        for what, got, want in zip(("y", "dx", "dw", "db"), mine, (*cut, db), strict=True):
+            assert torch.equal(got, want), f"{name} {algorithm}: other bits of {what} on {n} ranks"
             count += 1
     dist.destroy_process_group(alone)
     fusedtp.destroy()

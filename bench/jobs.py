@@ -227,14 +227,8 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
 def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
     # The matmuls of a block of each model at each number of tokens.
     dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
-    return [
-        case
-        for model in request.models
-        for tokens in request.tokens
-        for dtype in dtypes
-        for case in block(model, tokens, world_size, dtype)
-        if case.op in request.ops
-    ]
+    blocks = itertools.product(request.models, request.tokens, [world_size], dtypes)
+    return [case for each in blocks for case in block(*each) if case.op in request.ops]
 
 
 def estimate(job: Job) -> float:

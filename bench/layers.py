@@ -2,14 +2,8 @@
 
 Every variant of a layer starts from the same weights, is checked against the dense layer in float64, and takes its turn
 in the rounds of `timing`; all is float32, host time included. `local` is a rank's share of the same arithmetic without
-communication: what all variants would take if sending cost nothing.
-
-    mlp       y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered; x and y [M / W, D], up [F, D], down [D, F];
-              forward and backward with all gradients
-    grouped   q, k and v at one gather; x [M / W, H] and three weights [N_i, H] split by rows; forward and backward
-    decode    matmul + all-reduce + residual + RMSNorm of few tokens, as a decoder does after its attention and its MLP
-              for every token; x [M, K / W], w [N, K / W]; forward alone
-    overhead  microseconds that a small call takes beside what it is for
+communication: what all variants would take if sending cost nothing. `overhead` gives the microseconds that a small call
+takes beside what it is for.
 """
 
 from __future__ import annotations
@@ -84,7 +78,10 @@ class Dense(nn.Sequential):
 
 
 def mlp(group: ProcessGroup, schedule: str, M: int, num_in: int, hidden: int) -> LayerRuns:
-    """Return a tensor-parallel MLP with sequence parallelism."""
+    """Return a tensor-parallel MLP with sequence parallelism, y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered.
+
+    x and y [M / W, D], up [F, D], down [D, F]; forward and backward with all gradients.
+    """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -120,7 +117,7 @@ class Projections(nn.Module):
 
 
 def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: int) -> LayerRuns:
-    """Return q, k and v of one input.
+    """Return q, k and v of one input, x [M / W, H] and three weights [N_i, H] split by rows; forward and backward.
 
     - dtensor: ColwiseParallel(input_layouts=Shard(0)) on each; each gathers x, and scatters its dx.
     - dtensor_once: PrepareModuleInput gathers x for all three, whose gradients are added before they are scattered.
@@ -166,7 +163,9 @@ def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: in
 
 
 def decode(group: ProcessGroup, schedule: str, M: int, N: int, K: int) -> LayerRuns:
-    """Return y = all_reduce(x @ w.T) + residual and its norm.
+    """Return y = all_reduce(x @ w.T) + residual and its norm, x [M, K / W], w [N, K / W]; forward alone.
+
+    A decoder does that after its attention and its MLP, for every token.
 
     - torch: F.linear, dist.all_reduce by gloo, +=, F.rms_norm.
     - dtensor: RowwiseParallel with a replicated output, +, nn.RMSNorm.

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from fusedtp import reference
+from fusedtp import functional, reference
 from fusedtp.float8 import E8M0
 from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
 from fusedtp.schedules.local import mm
@@ -32,11 +33,7 @@ Results = tuple[Tensor | list[Tensor], ...]
 Runner = Callable[[], Results]
 
 # The dims along which x, w and y are split; y of an all-reduce is whole.
-_SPLIT: dict[str, tuple[int, int, int | None]] = {
-    "gather": (0, 0, 1),
-    "scatter": (1, 1, 0),
-    "all_reduce": (1, 1, None),
-}
+_SPLIT = {"gather": {"x": 0, "w": 0, "y": 1}, "scatter": {"x": 1, "w": 1, "y": 0}, "all_reduce": {"x": 1, "w": 1}}
 
 
 def device_here() -> torch.device:
@@ -59,46 +56,42 @@ class Operands:
         self.x_whole = self._normal(case.M, case.K)  # [M, K]
         self.w_whole = self._normal(case.N, case.K)  # [N, K]
         self._dy_whole: Tensor | None = None
+        self.rank = rank
         if case.is_float8:
             self._quantize()
-        self._cut(rank)
+        # What this rank's shards stand for; and what functions are given.
+        self.x_own, self.w_own = self.own("x", self.x_whole), self.own("w", self.w_whole)
+        self.x: Any = self._scaled["x"][rank] if case.is_float8 else self.x_own
+        self.w: Any = self._scaled["w"][rank] if case.is_float8 else self.w_own
+        self._dy: Tensor | None = None
+        self._products: dict[str, ExactProduct] = {}
 
     def _normal(self, rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
+
+    def _sizes(self, name: str, dim: int) -> tuple[int, ...]:
+        return {"x": (self.m_sizes, self.k_sizes), "w": (self.n_sizes, self.k_sizes),
+                "y": (self.m_sizes, self.n_sizes)}[name][dim]  # fmt: skip
 
     def _quantize(self) -> None:
         # Every rank's shards of x and w, and both as what those stand for.
         made = partial(scaled, recipe="mxfp8")
         if self.case.dtype != MXFP8:
             made = partial(scaled, recipe="rowwise", dtype=getattr(torch, self.case.dtype))
-        dims = _SPLIT[self.case.kind][:2]
-        self._scaled: list[list[Scaled]] = []
-        for dim, whole, sizes in (
-            (dims[0], self.x_whole, (self.m_sizes, self.k_sizes)),
-            (dims[1], self.w_whole, (self.n_sizes, self.k_sizes)),
-        ):
-            assert dim is not None
-            self._scaled.append([made(part) for part in whole.split(list(sizes[dim]), dim)])
-        self.x_whole, self.w_whole = (
-            torch.cat([_values(part) for part in parts], dim)
-            for parts, dim in zip(self._scaled, (dims[0] or 0, dims[1] or 0), strict=True)
-        )
+        self._scaled: dict[str, list[Scaled]] = {}
+        for name in "xw":
+            dim = _SPLIT[self.case.kind][name]
+            shards = getattr(self, f"{name}_whole").split(self._sizes(name, dim), dim)
+            self._scaled[name] = [made(shard) for shard in shards]
+            setattr(self, f"{name}_whole", torch.cat([_values(shard) for shard in self._scaled[name]], dim))
 
-    def _cut(self, rank: int) -> None:
-        self.rank = rank
-        # What this rank's shards stand for; and what functions are given.
-        self.x_own = self._own(0, self.x_whole, self.m_sizes, self.k_sizes)
-        self.w_own = self._own(1, self.w_whole, self.n_sizes, self.k_sizes)
-        self.x: Any = self._scaled[0][rank] if self.case.is_float8 else self.x_own
-        self.w: Any = self._scaled[1][rank] if self.case.is_float8 else self.w_own
-        self._dy: Tensor | None = None
-        self._products: dict[str, ExactProduct] = {}
-
-    def _own(self, which: int, whole: Tensor, *sizes: tuple[int, ...]) -> Tensor:
-        dim = _SPLIT[self.case.kind][which]
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """Cut this rank's shard out of the whole x, w or y, or of what is sharded alike."""
+        dim = _SPLIT[self.case.kind].get(name)
         if dim is None:
             return whole
-        return reference.chunk(whole, dim, self.rank, sizes[dim]).clone(memory_format=torch.contiguous_format)
+        shard = reference.chunk(whole, dim, self.rank, self._sizes(name, dim))
+        return shard.clone(memory_format=torch.contiguous_format)
 
     @property
     def dy_whole(self) -> Tensor:
@@ -111,8 +104,15 @@ class Operands:
     def dy(self) -> Tensor:
         """This rank's shard of it, sharded as y is."""
         if self._dy is None:
-            self._dy = self._own(2, self.dy_whole, self.m_sizes, self.n_sizes)
+            self._dy = self.own("y", self.dy_whole)
         return self._dy
+
+    def linear(self, group: ProcessGroup, **options: Any) -> Callable[[Any, Any], Tensor]:
+        """Return this package's op as a call of x and w."""
+        if self.case.kind == "all_reduce":
+            return partial(functional.linear_all_reduce, group=group, **options)
+        call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
+        return partial(call, group=group, sizes=self.m_sizes, **options)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """Return what this rank multiplies for y, dx or dw when all that is gathered is there."""
@@ -128,7 +128,7 @@ class Operands:
             return partial(torch.mm, *self.factors(name))
         x: Scaled = self.x
         if self.gathers:
-            parts = self._scaled[0]
+            parts = self._scaled["x"]
             scales = torch.cat([part.scale.view(torch.uint8) for part in parts]).view(self.x.scale.dtype)
             x = Scaled(torch.cat([part.data for part in parts]), scales)
         return partial(mm, Quantized.of(x, self.dtype), Quantized.of(self.w, self.dtype).t())
@@ -144,7 +144,7 @@ class Operands:
         if not self.case.is_float8:
             return self.x, self.x_whole
         packed = []
-        for part in self._scaled[0]:
+        for part in self._scaled["x"]:
             cols = packed_bytes(part.data.shape[1], blocks=self.case.dtype == MXFP8)
             rows = part.data.new_zeros(part.data.shape[0], cols, dtype=torch.uint8)
             pack_into(rows, Quantized.of(part, self.dtype))

@@ -90,7 +90,7 @@ class ExactProduct:
         rows, cols = self.expected.shape
         assert out.shape == self.expected.shape, f"{name}: shape {tuple(out.shape)}, expected {(rows, cols)}"
         largest = ratio = 0.0
-        wrong, worst = 0, (-math.inf, 0, 0)
+        wrong = place = 0
         for part in _blocks(rows, cols):
             error = torch.sub(self.expected[part], out[part]).abs_()
             if not error.numel():
@@ -98,14 +98,12 @@ class ExactProduct:
             allowed = self._allowed(part, sum_dtype)
             largest = max(largest, error.max().item())
             bad = int((~(error <= allowed)).sum())  # NaN compares as wrong
-            shares = torch.nan_to_num(error / allowed, nan=math.inf)
-            at = int(shares.argmax())
-            ratio = max(ratio, shares.flatten()[at].item())
             wrong += bad
-            if bad and shares.flatten()[at].item() > worst[0]:
-                worst = shares.flatten()[at].item(), part.start + at // cols, at % cols
+            share, at = torch.nan_to_num(error / allowed, nan=math.inf).flatten().max(0)
+            if share.item() > ratio:
+                ratio, place = share.item(), part.start * cols + int(at)
         if wrong:
-            _, row, col = worst
+            row, col = divmod(place, cols)
             line = self._allowed(slice(row, row + 1), sum_dtype)[0, col].item()
             got, want = out[row, col].item(), self.expected[row, col].item()
             raise AssertionError(

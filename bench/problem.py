@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import collectives, functional, reference
+from fusedtp import collectives, reference
 
 from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
@@ -72,13 +71,7 @@ class Problem(Operands):
         if variant not in OWN:
             return providers.named(variant).runner(self, self.group, direction)
         assert variant in (*SCHEDULES, "auto"), variant
-        return passes(self._linear(variant), self.x, self.w, self, direction)
-
-    def _linear(self, schedule: str) -> Callable[[Any, Any], Tensor]:
-        if self.case.kind == "all_reduce":
-            return partial(functional.linear_all_reduce, group=self.group, schedule=schedule)
-        call = functional.all_gather_linear if self.gathers else functional.linear_reduce_scatter
-        return partial(call, group=self.group, sizes=self.m_sizes, schedule=schedule)
+        return passes(self.linear(self.group, schedule=variant), self.x, self.w, self, direction)
 
     def _matmul(self, name: str) -> Callable[[], Tensor]:
         return self.multiply(name.removesuffix("_partial"))
@@ -117,11 +110,11 @@ class Problem(Operands):
         for name, out in zip(names, summed, strict=True):
             what = f"{own_part}: {name}"
             if name in ("x", "dy"):
-                _, whole = self.travelling(name)
+                _, sent = self.travelling(name)
                 if self.case.is_float8:
-                    assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8)), f"{what}: other bytes"
-                elif not torch.equal(out, whole):
-                    reference.check(out, whole.double(), torch.zeros_like(whole, dtype=torch.float64), what)
+                    assert torch.equal(out.view(torch.uint8), sent.view(torch.uint8)), f"{what}: other bytes"
+                elif not torch.equal(out, sent):
+                    reference.check(out, sent.double(), torch.zeros_like(sent, dtype=torch.float64), what)
                 continue
             product = self.product(name.removesuffix("_partial"))
             error, share = product.check(out, self.dtype if lenient else torch.float32, what)

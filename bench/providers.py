@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from .operands import Operands, Runner
 
 GROUP = "fusedtp.providers"
-# In the order in which they are timed.
-SHIPPED = ("dtensor", "torch_symm_mem", "async_tp", "nccl_windows", "tree", "switch")
+# In the order in which they are timed; `orders` has two.
+_MODULES = ("dtensor", "torch_symm_mem", "async_tp", "nccl_windows")
+_PLACES = {name: f"{name}:PROVIDER" for name in _MODULES} | {"tree": "orders:TREE", "switch": "orders:SWITCH"}
+SHIPPED = tuple(_PLACES)
 # What the command line takes apart at commas, and what else it means something by.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RESERVED = (*OWN, "none")
@@ -86,7 +88,7 @@ class ProvidersFound:
 @functools.cache
 def found() -> ProvidersFound:
     """All providers of this process."""
-    points = [EntryPoint(name, f"fusedtp.bench.peers.{name}:PROVIDER", GROUP) for name in SHIPPED]
+    points = [EntryPoint(name, f"fusedtp.bench.peers.{place}", GROUP) for name, place in _PLACES.items()]
     warnings = []
     try:
         points += sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))

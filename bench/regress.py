@@ -1,26 +1,23 @@
-"""Is the present code as fast as the stored baseline of this machine? `nox -s regress`, exit status 1 if it is not.
+"""Compare this checkout with the stored baseline of this machine: `nox -s regress`, exit status 1 if it is slower.
 
-Times on a shared machine differ by more from hour to hour than a regression does, so what is held against the baseline
-are ratios, each the median over rounds of two times of one round (`timing`), as whatever else the machine does in these
-milliseconds meets both: of every schedule to the matmul alone, and to `unfused`. A busy machine moves either by itself:
-ranks that wait for each other lose more than a matmul does; a schedule's slowdown is the lesser of both. What slows all
-schedules alike is therefore reported as `unfused`.
+Times on a shared machine differ by more from hour to hour than a regression does. So the baseline holds ratios, medians
+over rounds of two times of one round (`timing`): of every schedule to the matmul alone, and to `unfused`. A busy
+machine moves either ratio by itself; a schedule's slowdown is the lesser of both. What slows all schedules alike is
+therefore reported as `unfused`.
 
-Two limits: for the geometric mean of a schedule's slowdowns over all cases, where the noise of the cases averages out,
-and, further off, for one case. What is over its limit is measured again on fresh ranks, and is a regression when it was
-over it in every one of LAUNCHES launches: where the system puts ranks and their memory changes times too, and only a
-new launch draws that again.
+There are two limits: one for the geometric mean of a schedule's slowdowns over all cases, and a wider one for a single
+case. A regression is over its limit in every one of LAUNCHES launches on fresh ranks, because only a new launch draws
+again where the system puts ranks and their memory.
 
-A launch is a run of the benchmarks of tests/test_bench.py, and the baseline, results/<machine>/regress.json, what
-pytest-benchmark saves of one with BASELINE_LAUNCHES of them. Its own comparison, `nox -s bench -- --benchmark-compare=
-FILE --benchmark-compare-fail=median:25%`, judges each ratio of one launch by itself. There is no comparing with another
-machine's.
+A launch is a run of the benchmarks of tests/test_bench.py. The baseline, results/<machine>/regress.json, is what
+pytest-benchmark saves of a run of BASELINE_LAUNCHES launches.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -38,6 +35,7 @@ from fusedtp.files import Entry, entry_of, read_text, replace
 
 from . import arguments, store
 from .cases import OPS, SHAPES, Case
+from .cases import schedules_here as schedules
 from .machine import Machine, describe
 
 # One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
@@ -77,11 +75,6 @@ Launch: TypeAlias = Mapping[Tracked, Mapping[str, Sequence[float]]]
 
 def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def schedules(gpus: int) -> tuple[str, ...]:
-    """Those that run at full speed here: interpreted kernels are not timed."""
-    return ("unfused", "decomposed", "fused") if gpus else ("unfused", "decomposed")
 
 
 def cases(gpus: int) -> tuple[Tracked, ...]:
@@ -273,13 +266,10 @@ def planted(text: str, known: Sequence[str]) -> dict[str, float]:
     """{"decomposed": 1.3} from "decomposed=1.3". ValueError for another schedule, or a factor that is not above 1."""
     plant = {}
     for part in filter(None, text.split(",")):
-        name, _, factor = part.partition("=")
-        try:
-            plant[name] = float(factor)
-        except ValueError:
-            plant[name] = math.nan
-        if name not in known or not 1 < plant[name] < math.inf:
+        found = re.fullmatch(r"(\w+)=([0-9]+\.?[0-9]*)", part)
+        if found is None or found[1] not in known or not 1 < float(found[2]) < math.inf:
             raise ValueError(f"--plant takes SCHEDULE=FACTOR, one of {', '.join(known)} and above 1, got {part!r}")
+        plant[found[1]] = float(found[2])
     return plant
 
 

@@ -68,12 +68,7 @@ class Verdict:
 
 
 def gate(
-    problem: Problem,
-    variants: Sequence[str],
-    group: ProcessGroup,
-    direction: str = "forward",
-    *,
-    once: bool = False,
+    problem: Problem, variants: Sequence[str], group: ProcessGroup, direction: str = "forward", *, once: bool = False
 ) -> dict[str, Verdict]:
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 

@@ -26,7 +26,7 @@ from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
-from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape
+from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape, schedules_here, size_of
 from .intervals import Timing, ratio
 from .jobs import Job, estimate, seconds_of
 from .operands import device_here
@@ -114,14 +114,9 @@ def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
 
 def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
     """Return what a table keeps of a matmul's times."""
-    n, (cols, third) = case.world_size, (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
     times = {name: timing for name, timing in timings.items() if name != "matmul"}
-    return Sample(case.op, n, case.dtype, case.M, cols, -(-third // n), **kept(times))
-
-
-def schedules_here(num_gpus: int) -> tuple[str, ...]:
-    """Return those that are timed: on a CPU kernels are interpreted."""
-    return ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
+    op, n, dtype, rows, cols, third = size_of(case)
+    return Sample(op, n, dtype, rows, cols, third, **kept(times))
 
 
 # A matmul, or the collectives of a tensor: (ranks, dtype, rows, cols).

@@ -17,8 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,19 +27,21 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.calls.dispatch import Ready
 from fusedtp.calls.tuning import Tuned, version_here
+from fusedtp.kernels import INTERPRETED, choices
+from fusedtp.kernels.choices import Choice, applied, of_config
+from fusedtp.kernels.loading import only_loading
 from fusedtp.op import OPS, Task
 from fusedtp.scaled import Quantized, Scaled
+from fusedtp.schedules.one_kernel import OneKernel
 
-from .cases import MXFP8, Case
+from . import preset
+from .cases import MXFP8, Case, size_of
 from .intervals import Timing, ratio
 from .oracle import ExactProduct
 from .problem import Problem
 from .ranks import RankError, RankPool
 from .sweep import rank_environment
 from .timing import measure
-
-if TYPE_CHECKING:
-    from fusedtp.kernels.choices import Choice
 
 T = TypeVar("T")
 
@@ -75,22 +77,8 @@ class TileSearch:
 
     def tuned(self) -> Tuned:
         """As a table of measurements has it."""
-        rows, cols, third = travelling(self.case)
-        return Tuned(
-            self.case.op, self.case.world_size, self.case.dtype, rows, cols, third, self.choice, self.ms, self.usual_ms,
-            self.faster, version_here(),
-        )  # fmt: skip
-
-
-def travelling(case: Case) -> tuple[int, int, int]:
-    """Rows and columns of what travels, whole, and the product's third dim on a rank."""
-    n = case.world_size
-    return (case.M, case.K, -(-case.N // n)) if case.kind == "gather" else (case.M, case.N, -(-case.K // n))
-
-
-def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
-    """Return what a table of measurements knows a case by."""
-    return (case.op, case.world_size, case.dtype, *travelling(case))
+        measured = self.choice, self.ms, self.usual_ms, self.faster
+        return Tuned(*size_of(self.case), *measured, version_here())
 
 
 def missing(case: Case) -> str:
@@ -104,15 +92,12 @@ class Search:
     """One case on this rank of `group`; every method is collective. seconds: as rank 0 counts them."""
 
     def __init__(self, group: ProcessGroup, case: Case, seconds: float) -> None:
-        # Late: they bring Triton in.
-        from fusedtp.kernels import INTERPRETED
-        from fusedtp.kernels.choices import of_config
-
         self._group, self._case, self._deadline = group, case, time.monotonic() + seconds
         self._device = torch.device("cpu" if INTERPRETED else f"cuda:{torch.cuda.current_device()}")
         self._tiny = INTERPRETED
         self.problem = problem = Problem(case, group, self._device)
-        self._operands = {"a": self._given(problem.x), "b": self._given(problem.w).t()}
+        x, w = (Quantized.of(each, problem.dtype) if type(each) is Scaled else each for each in (problem.x, problem.w))
+        self._operands = {"a": x, "b": w.t()}
         shapes = {name: (each.shape[0], each.shape[1]) for name, each in self._operands.items()}
         float8 = problem.x.data.dtype if case.is_float8 else None
         self._task = Task(
@@ -123,9 +108,6 @@ class Search:
         self._config, self._to_all = on.config, case.kind == "all_reduce" and on.one_shot(self._task)
         self.usual: Choice = of_config(self._config)
         self.found = TileSearch(case, str(self.usual))
-
-    def _given(self, x: Any) -> Any:
-        return Quantized.of(x, self.problem.dtype) if type(x) is Scaled else x
 
     def all_right(self, error: str) -> tuple[str, bool]:
         """Return the first rank's error of those that have one; whether there is time left."""
@@ -149,21 +131,15 @@ class Search:
         properties = triton.runtime.driver.active.utils.get_device_properties(self._device.index)
         return {"shared_bytes": properties["max_shared_mem"], "lanes": 64 if torch.version.hip else 32}
 
-    @property
-    def _itemsize(self) -> int:
-        return int((self._task.float8 or self._task.dtype).itemsize)
-
     def candidates(self) -> list[Choice]:
         """Other choices than the table's."""
-        from fusedtp.kernels import choices
-        from fusedtp.schedules.one_kernel import OneKernel
-
         case, sizes = self._case, self.problem.m_sizes
         rows = case.M if case.kind == "all_reduce" else max(sizes)
         cols = -(-case.N // case.world_size) if case.kind == "gather" else case.N
         # wgmma and tcgen05 multiply 64 rows and more; mma and MFMA 16 and 32.
         least = 64 if self._config.descriptors else 32
-        found = choices.tiles(self._config, rows, cols, self._itemsize, least_rows=least, **self._room())
+        itemsize = (self._task.float8 or self._task.dtype).itemsize
+        found = choices.tiles(self._config, rows, cols, itemsize, least_rows=least, **self._room())
         if isinstance(self._ready[None].form, OneKernel):
             found += [self.usual._replace(splits=count) for count in SPLITS]
         return found[:TINY_TILES] if self._tiny else found
@@ -192,38 +168,31 @@ class Search:
     def _preset(self, choice: Choice) -> Callable[[], object]:
         # Its launch, which has run once and was right.
         launch: Callable[[], object]
-        from fusedtp.kernels.choices import applied
-        from fusedtp.schedules.one_kernel import OneKernel
-
-        from . import preset
-
         problem, config = self.problem, applied(self._config, choice)
         a, b = problem.factors("y")
-        rank, sizes = problem.rank, problem.m_sizes
+        rank, sizes, own = problem.rank, problem.m_sizes, slice(None)
+        out = preset.poisoned(a, a.shape[0], b.shape[1])
         if self._case.kind == "gather":
             arenas, fill = preset.gathered(problem.x_own, a, b, sizes, rank, config=config)
-            out = preset.poisoned(a, a.shape[0], b.shape[1])
             launch, parts = partial(fill, out), [out]
         elif isinstance(self._ready[None].form, OneKernel):
             arenas, fill = preset.reduced(a, b, len(sizes), rank, to_all=self._to_all, config=config)
-            out = preset.poisoned(a, a.shape[0], b.shape[1])
-            launch = partial(fill, out)
-            own = slice(None) if self._to_all else preset.own_columns(b.shape[1], len(sizes), config, rank)
-            parts, b = [out[:, own]], b[:, own]
+            if not self._to_all:
+                own = preset.own_columns(b.shape[1], len(sizes), config, rank)
+            launch, parts = partial(fill, out), [out[:, own]]
         else:
             arenas, launch, parts = preset.scattered(a, b, sizes, rank, to_all=self._to_all, config=config)
         arenas.run(launch)
         whole = parts[-1] if self._to_all else torch.cat(parts)
-        self._product(b).check(whole, a.dtype, str(choice))
+        # Where the tile decides which columns this rank has, the product is that of those.
+        product = self._product if own == slice(None) else ExactProduct(a, b[:, own], (a.shape[1],))
+        product.check(whole, a.dtype, str(choice))
         return launch
 
-    def _product(self, b: Tensor) -> ExactProduct:
-        # What this rank multiplies; made once, unless a tile decides which columns it is of.
-        if b.shape[1] != self.problem.factors("y")[1].shape[1]:
-            return ExactProduct(self.problem.factors("y")[0], b, (b.shape[0],))
-        if not hasattr(self, "_whole"):
-            self._whole = ExactProduct(self.problem.factors("y")[0], b, (b.shape[0],))
-        return self._whole
+    @cached_property
+    def _product(self) -> ExactProduct:
+        a, b = self.problem.factors("y")
+        return ExactProduct(a, b, (a.shape[1],))
 
     def together(
         self, tried: Sequence[Choice | None], seconds: float, rounds: int | None = None
@@ -243,8 +212,6 @@ class Search:
         return {runners[name]: timing for name, timing in times.items()}
 
     def _checked(self, choice: Choice | None) -> str:
-        from fusedtp.kernels.loading import only_loading
-
         def load() -> None:
             if choice not in self._ready:
                 chosen = None if choice is None else choice._asdict()
@@ -274,40 +241,35 @@ class Search:
         return ""
 
 
+@torch.no_grad()
 def search(group: ProcessGroup, case: Case, seconds: float) -> TileSearch:
     """Look for the fastest tile of a case, for about so many seconds; collective over `group`."""
-    with torch.no_grad():
-        return _searched(Search(group, case, seconds), seconds)
-
-
-def _searched(on: Search, seconds: float) -> TileSearch:
+    on = Search(group, case, seconds)
     found = on.found
     tried = {str(choice): choice for choice in (on.usual, *on.candidates())}
     left = True
-    if not on.problem.case.is_float8:
+    if not case.is_float8:
         left = on.alone(tried.values())
         finalists = sorted(found.alone, key=lambda name: found.alone[name])[:FINALISTS]
     else:
         # Presets have no scales: all run together, the table's neighbours first.
         finalists = list(tried)[: 4 * FINALISTS]
     chosen = [tried[name] for name in finalists if name != found.usual]
-    if left and on.problem.case.kind == "gather" and not on._tiny:
+    if left and case.kind == "gather" and not on._tiny:
         chosen += [on.usual._replace(pushers=count) for count in PUSHERS]
     times = on.together([None, *chosen], seconds / 5)
     if None not in times:
         raise RuntimeError(f"the table's own tile is refused: {found.refused[found.usual]}")
     best = min(times, key=lambda choice: times[choice].median_ms)
     _, left = on.all_right("")
-    found.cut_short, found.best = not left, str(best or on.usual)
     last = on.together(list(dict.fromkeys((None, best))), seconds / 10, ROUNDS_LAST)
     usual, own = last[None], last.get(best, last[None])
-    found.ms, found.usual_ms, found.faster = own.median_ms, usual.median_ms, 1.0
+    found.cut_short, found.best, found.faster = not left, found.usual, 1.0
+    found.ms = found.usual_ms = usual.median_ms
     if best is not None:
         found.faster = ratio(usual, own).low
         if found.faster > 1:
-            found.choice = best._asdict()
-    if found.choice is None:
-        found.ms, found.best = found.usual_ms, found.usual
+            found.choice, found.best, found.ms = best._asdict(), str(best), own.median_ms
     return found
 
 
