@@ -50,8 +50,10 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless it has ended."""
+        # A process may end behind `poll`, and before its status has come.
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, number)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def kill(self) -> None:
         """Send SIGKILL."""
