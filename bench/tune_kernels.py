@@ -156,7 +156,7 @@ class Search:
     def candidates(self) -> list[Choice]:
         """Other choices than the table's."""
         from fusedtp.kernels import choices
-        from fusedtp.schedules.one_kernel import OneKernel
+        from fusedtp.schedules.fused import OneKernel
 
         case, sizes = self._case, self.problem.m_sizes
         rows = case.M if case.kind == "all_reduce" else max(sizes)
@@ -193,7 +193,7 @@ class Search:
         # Its launch, which has run once and was right.
         launch: Callable[[], object]
         from fusedtp.kernels.choices import applied
-        from fusedtp.schedules.one_kernel import OneKernel
+        from fusedtp.schedules.fused import OneKernel
 
         from . import preset
 

@@ -20,6 +20,7 @@ from ..float8 import E8M0, FLOAT8, formats_of
 from ..norms import Norm
 from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
 from ..scaled import RECIPES, Float8, Scaled, check_dense
+from ..schedules import SCHEDULES
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing, transforms_active
@@ -245,7 +246,7 @@ def check_options(asked: Options, x: Tensor) -> None:
     dispatch.check_schedule(asked.schedule)
     if asked.producer != "auto":
         check_producer(asked.producer, asked.schedule)
-    if asked.schedule == "fused":
+    if asked.schedule != "auto" and SCHEDULES[asked.schedule].has_kernels:
         dispatch.check_dtype(x.dtype)
 
 
@@ -285,13 +286,8 @@ def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
     algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
-    if algorithm != "auto" and schedule == "unfused":
-        raise ValueError(
-            f"algorithm must be 'auto', as schedule 'unfused' has no algorithm {algorithm!r}: the process group's "
-            "backend picks its own; or use schedule 'decomposed' or 'fused'"
-        )
-    if algorithm == "ring" and (schedule == "decomposed" or (schedule == "auto" and x.device.type == "cpu")):
-        raise ValueError(f"algorithm 'ring' is a kernel, got schedule {schedule!r}: use it with schedule 'fused'")
+    by_auto = "decomposed" if x.device.type == "cpu" else "fused"
+    SCHEDULES[by_auto if schedule == "auto" else schedule].check_algorithm(algorithm, schedule)
 
 
 def dim(name: str, value: int, x: Tensor) -> int:

@@ -32,12 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups, locks, schedules
+from .. import groups, locks
 from ..cost.hardware import Hardware, of_gpu
 from ..cost.overlap import MULTICAST
 from ..float8 import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
+from ..schedules import NAMES, SCHEDULES
 from ..schedules.forms import Prepared
 from ..torch_private import graph_task
 from ..workspaces import agreement, generation
@@ -102,8 +103,8 @@ class Knowledge:
 
 def check_schedule(schedule: str) -> None:
     """Raise ValueError unless `schedule` is "auto" or the name of a schedule."""
-    if schedule != "auto" and schedule not in schedules.NAMES:
-        raise ValueError(f"schedule must be one of {', '.join(('auto', *schedules.NAMES))}, got {schedule!r}")
+    if schedule != "auto" and schedule not in NAMES:
+        raise ValueError(f"schedule must be one of {', '.join(('auto', *NAMES))}, got {schedule!r}")
 
 
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
@@ -116,7 +117,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         asked_for = _asked_for(op, name, dtype)
         # `decomposed` needs no `Knowledge`. But peers may name another schedule, and all ranks must come this far to
         # find that. A capture can only run what has run before.
-        if name != "unfused" and group.size() > 1 and not _is_capturing(device):
+        if SCHEDULES[name].shares_memory and group.size() > 1 and not _is_capturing(device):
             _know(group, device)
         return asked_for
     if group.size() == 1:
@@ -144,8 +145,8 @@ def _as_tree(task: Task, group: ProcessGroup) -> Path:
 
 
 def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
-    """Raise RuntimeError if `schedule` is "fused" and kernels cannot multiply the task's float8 dtype."""
-    if schedule == "fused" and task.float8 is not None and group.size() > 1:
+    """Raise RuntimeError if `schedule` has kernels, which cannot multiply the task's float8 dtype."""
+    if schedule != "auto" and SCHEDULES[schedule].has_kernels and task.float8 is not None and group.size() > 1:
         _check_float8(task.op.name, task.float8, task.in_blocks, device)
 
 
@@ -222,7 +223,8 @@ class Ready(Prepared):
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
         self.path = choose(task, self._asked_for, group, device)
-        interpreted = self.path.schedule == "fused" and device.type == "cpu"
+        row = SCHEDULES[self.path.schedule]
+        interpreted = row.has_kernels and device.type == "cpu"
         if interpreted and not _is_interpreted():
             now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
             raise RuntimeError(
@@ -230,17 +232,17 @@ class Ready(Prepared):
                 f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
                 "or schedule 'decomposed' or 'unfused'"
             )
-        if producer != "auto" and self.path.schedule != "fused":
+        if producer != "auto" and not row.has_kernels:
             reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
             self.path = replace(self.path, reason=reason)
         self.version = generation.version
-        shares = self.path.schedule != "unfused" and not self._alone
+        shares = row.shares_memory and not self._alone
         ws = _workspaces().get(group, device) if shares else None
-        if producer == MULTICAST and self.path.schedule == "fused" and ws is not None:
+        if producer == MULTICAST and row.has_kernels and ws is not None:
             lacks, scaled = not ws.has_multicast, task.float8 is not None
             if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
                 self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
-        if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
+        if row.has_kernels and choice is None and (tuned := _tuned(task, ws)) is not None:
             choice, self.path = tuned.choice, replace(self.path, kernel=tuning.told(tuned))
         super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
         ends_with = [
@@ -251,8 +253,7 @@ class Ready(Prepared):
         if ends_with:
             self.path = replace(self.path, epilogue=", ".join(ends_with))
         if task.any_order:
-            said = getattr(self.on, "sums", "")
-            self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
+            self.path = replace(self.path, sums=self.on.sums or in_any_order(task, self.path.schedule, group.size()))
         self._interpreted = interpreted and shares
         self._is_prepared = True
 
@@ -344,7 +345,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
 @cache
 def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     check_schedule(schedule)
-    if schedule == "fused":
+    if SCHEDULES[schedule].has_kernels:
         check_dtype(dtype, f"{op}: ")
     return Path(op, schedule, "asked for")
 
@@ -397,15 +398,13 @@ def _decide(
     task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
-    # `decomposed` copies to addresses chosen on the host, which cannot be captured. Interpreted kernels are never fast.
-    cannot = "fused" if not on_gpu else "decomposed" if capturing else ""
-    allowed = tuple(each for each in schedules.NAMES if each != cannot)
+    allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing))
     lacks = ""
     if on_gpu and task.float8 is not None:
         lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
         lacks = lacks or (widens_blocks(knowledge.target) if task.in_blocks else "")
     if lacks:
-        allowed, lacks = tuple(each for each in allowed if each != "fused"), f"not fused: {lacks}"
+        allowed, lacks = tuple(each for each in allowed if not SCHEDULES[each].has_kernels), f"not fused: {lacks}"
     if shape is not None:
         made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed, switch=switch)
         if made is not None:

@@ -27,7 +27,7 @@ from ..workspaces.workspace import Workspace
 from . import transport
 from .local import NARROW, PackedGather, activate, activated, into, mm, padded, sum_into, summed, with_norm
 from .transport import travelling
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, Product, Verbs
 
 # On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
 # On a GPU each block would be a launch for each term.
@@ -38,10 +38,10 @@ _SUM_BLOCK_BYTES = 256 << 10
 Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
-class Decomposed:
+class Decomposed(Verbs):
     """`verbs.Verbs` with library matmuls by chunk."""
 
-    where, by_host, sent_by = "by chunk", True, ""
+    where, by_host = "by chunk", True
 
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task

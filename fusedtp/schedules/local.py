@@ -26,7 +26,7 @@ from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
 from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, Operands, Product, Verbs
 
 # The fast paths to a matmul call `padded` only for these.
 NARROW = (torch.bfloat16, torch.float16)
@@ -86,10 +86,8 @@ def tree_product(
     return out
 
 
-class Alone:
+class Alone(Verbs):
     """`verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
-
-    where, by_host, sent_by, layout = "after it", False, "", None
 
     rank, world_size = 0, 1
 
@@ -159,6 +157,11 @@ def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epil
         if added is not None:
             out.add_(added)
     return out.to(terms[0][0].dtype)
+
+
+def norm_of(task: Task, operands: Operands) -> Norm | None:
+    """Return the norm at the task's end, if any."""
+    return Norm(task.norm, task.eps, operands["norm_weight"], operands.get("norm_bias")) if task.norm else None
 
 
 def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:

@@ -20,13 +20,11 @@ from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
 from .local import PackedGather, multiplied, sum_into, with_norm
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, Product, Verbs
 
 
-class Unfused:
+class Unfused(Verbs):
     """`verbs.Verbs` with torch.distributed."""
-
-    where, by_host, sent_by, layout = "after it", False, "", None
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
         self._float8, self.blocks = task.float8 is not None, task.in_blocks
@@ -34,12 +32,7 @@ class Unfused:
         self.rank, self.world_size = group.rank(), group.size()
 
     def one_shot(self, task: Task) -> bool:
-        """Return True: the backend has an all-reduce and chooses its algorithm, so ValueError for any but auto."""
-        if task.algorithm != "auto":
-            raise ValueError(
-                f"{task.op.name}: schedule 'unfused' has no algorithm {task.algorithm!r}, the process group's backend "
-                "picks its own: use algorithm='auto', or schedule 'decomposed' or 'fused'"
-            )
+        """Return True: the backend has an all-reduce, and chooses its algorithm."""
         return True
 
     def gather(

@@ -86,26 +86,32 @@ class Scatter(Protocol):
 
 
 class Verbs(Protocol):
-    """Schedule on one rank, for one task.
+    """Schedule on one rank, for one task. A class of verbs is made of a workspace, or of a group, and the task.
 
     - `where`: where the schedule applies an epilogue, in words.
     - `sent_by`: how the last run sent what it gathered, or "".
+    - `sums`: with order "any", how it adds, if it does not always add in the same way.
     - `by_host`: whether the host makes the protocol's steps; otherwise kernels do.
     - `layout`: the needs of arenas and signals, if the schedule shares memory.
     """
 
     rank: int
     world_size: int
-    where: str
-    by_host: bool
-    sent_by: str
-    layout: Any
+    where: str = "after it"
+    by_host: bool = False
+    sent_by: str = ""
+    sums: str = ""
+    layout: Any = None
+
+    def form(self) -> Any:
+        """Return the task's form if the schedule has one of its own, else None: see `forms`."""
+        return None
 
     def gather(
         self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
         beside: bool = False, sums: bool = False,
-    ) -> Gather:  # fmt: skip
-        """Return a gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
+    ) -> Any:  # fmt: skip
+        """Return a `Gather` of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
         - `products`: the kinds of the products to come.
         - `result`: the columns of all products of the first kind together, from which the tile is chosen.
@@ -113,8 +119,8 @@ class Verbs(Protocol):
         - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
         """
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        """Return a scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
+    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Any:
+        """Return a `Scatter` of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
 
         With `to_all` every rank owns the whole sum.
         """
@@ -124,3 +130,4 @@ class Verbs(Protocol):
 
     def end(self) -> None:
         """End the epoch after the last stage, if the host makes the protocol's steps. Kernels end it themselves."""
+        return
