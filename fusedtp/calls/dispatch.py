@@ -72,15 +72,6 @@ class Path:
     sums: str = ""
 
 
-def in_any_order(task: Task, schedule: str, world_size: int) -> str:
-    """Return `Path.sums` of a task with `order="any"` whose schedule has one reduction order only."""
-    if world_size == 1:
-        return "of one rank"
-    if task.algorithm == "ring":
-        return "along the ring"
-    return "as the process group adds" if schedule == "unfused" else "in the order of ranks: not by fused"
-
-
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _last: Path | None = None
@@ -210,20 +201,20 @@ class Ready(Prepared):
         self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
         # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
-        self._turn = ("group", str(group.group_name))
+        self._lock = ("group", str(group.group_name))
         if self._alone:
             self._prepare()
 
     def prepared(self) -> Ready:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
         if not self._is_prepared:
-            locks.alone(self._turn, self.task.op.name, self._prepare)
+            locks.alone(self._lock, self.task.op.name, self._prepare)
         return self
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        self.path = choose(task, self._asked_for, group, device)
-        row = SCHEDULES[self.path.schedule]
+        path = choose(task, self._asked_for, group, device)
+        row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
         interpreted = row.has_kernels and device.type == "cpu"
         if interpreted and not _is_interpreted():
             now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
@@ -232,28 +223,22 @@ class Ready(Prepared):
                 f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
                 "or schedule 'decomposed' or 'unfused'"
             )
-        if producer != "auto" and not row.has_kernels:
-            reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
-            self.path = replace(self.path, reason=reason)
         self.version = generation.version
         shares = row.shares_memory and not self._alone
         ws = _workspaces().get(group, device) if shares else None
-        if producer == MULTICAST and row.has_kernels and ws is not None:
+        if producer != "auto" and not row.has_kernels:
+            reason += f"; producer={producer!r} has no effect, only 'fused' has one to choose"
+        elif producer == MULTICAST and ws is not None:
             lacks, scaled = not ws.has_multicast, task.float8 is not None
             if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
-                self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
+                reason += f"; not multicast: {why}"
         if row.has_kernels and choice is None and (tuned := _tuned(task, ws)) is not None:
-            choice, self.path = tuned.choice, replace(self.path, kernel=tuning.told(tuned))
-        super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
-        ends_with = [
-            f"{each} {self.on.where}" for each in (task.activation, "residual" * ("residual" in task.shapes)) if each
-        ]
-        if task.norm:
-            ends_with.append(f"{task.norm} after it")
-        if ends_with:
-            self.path = replace(self.path, epilogue=", ".join(ends_with))
-        if task.any_order:
-            self.path = replace(self.path, sums=self.on.sums or in_any_order(task, self.path.schedule, group.size()))
+            choice, kernel = tuned.choice, tuning.told(tuned)
+        super().__init__(path.schedule, task, group, ws, producer=producer, choice=choice)
+        ends_with = [each for each in (task.activation, "residual" * ("residual" in task.shapes)) if each]
+        epilogue = [f"{each} {self.on.where}" for each in ends_with] + [f"{task.norm} after it"] * bool(task.norm)
+        sums = self.on.sums if task.any_order else ""
+        self.path = replace(path, reason=reason, kernel=kernel, epilogue=", ".join(epilogue), sums=sums)
         self._interpreted = interpreted and shares
         self._is_prepared = True
 
@@ -271,7 +256,7 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        outs: list[Tensor] = locks.alone(self._turn, self.task.op.name, self._run, operands)
+        outs: list[Tensor] = locks.alone(self._lock, self.task.op.name, self._run, operands)
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 

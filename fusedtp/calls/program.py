@@ -122,6 +122,33 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
     return tuple(size * per_index for size in sizes)
 
 
+class Sides(NamedTuple):
+    """Operands of a matmul a @ b with the dims of its rows, columns and contraction. A dim that travels is outermost.
+
+    `transposed`: whether the result is [cols, rows].
+    """
+
+    a: Named
+    b: Named
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
+    contraction: tuple[str, ...]
+    transposed: bool
+
+    @classmethod
+    def of(cls, plan: MatmulPlan, a: Named, b: Named, travels: str, wanted: tuple[str, ...]) -> Sides:
+        """Return the sides of a planned matmul. The result is [cols, rows] if rows are `wanted` as the last dims."""
+        rows, cols = (outermost(tuple(name for name in plan.c.names if name in x.dims), travels) for x in (a, b))
+        transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+        return cls(a, b, rows, cols, outermost(plan.contraction, travels), transposed)
+
+    def result(self, b: Named, travelled: dict[str, int]) -> Made:
+        """Return the result of a @ b for one of several b. `travelled`: lengths that a collective changes."""
+        lengths = dict(zip((*self.a.dims, *b.dims), (*self.a.lengths, *b.lengths), strict=True)) | travelled
+        dims = (*self.cols, *self.rows) if self.transposed else (*self.rows, *self.cols)
+        return dims, [lengths[name] for name in dims]
+
+
 class Ending(NamedTuple):
     """Epilogue of a matmul, by names of tensors.
 
@@ -409,66 +436,43 @@ class Program:
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
         ending: Ending, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
-        # The matmul, as a task if a collective is fused with it.
+        """Add the matmul, as a task if a collective is fused with it."""
         step = fused[0] if fused is not None else None
-        dim = step.dim if step is not None else ""
-        sizes = self.sizes(*fused) if fused is not None and dim else ()
+        sizes = self.sizes(*fused) if fused is not None and fused[0].dim else ()
         # A task gathers its first operand. If the plan gathers the second, the operands are exchanged.
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
             lefts, rights = rights, lefts
-        a, b = lefts[0], rights[0]
-        rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
-        cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
-        contraction = outermost(plan.contraction, dim)
-        # The result is [rows, cols], or [cols, rows] if the rows are wanted as its last dims.
-        transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+        sides = Sides.of(plan, lefts[0], rights[0], step.dim if step is not None else "", wanted)
         # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
-        assert not any(ending.biases) or transposed == exchanged
-        lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
-        op: Op | None = None
-        flat: tuple[int, ...] = ()
-        along = 0
-        if step is not None and step.kind == "all_gather":
-            op, along = ALL_GATHER_MATMUL, int(dim not in rows)
-            flat = flat_sizes(sizes, rows if dim in rows else contraction, a, dim)
-            lengths |= {dim: sum(sizes)} if dim in rows else {}
-        elif step is not None and step.kind == "all_reduce":
-            op = MATMUL_ALL_REDUCE
-        elif step is not None:
-            op, along = MATMUL_REDUCE_SCATTER, int((dim in cols) != transposed)
-            flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
-            lengths[dim] = sizes[self.partition.place[step.axis][0]]
-        dims = (*cols, *rows) if transposed else (*rows, *cols)
+        assert not any(ending.biases) or sides.transposed == exchanged
         is_sum = len(lefts) > 1
-        products: list[Made] = []
-        for each in rights[:1] if is_sum else rights:
-            own = lengths | {name: each.length(name) for name in cols if name != dim}
-            products.append((dims, [own[name] for name in dims]))
+        pairs = [
+            (Matrix.of(left, sides.rows, sides.contraction), Matrix.of(right, sides.contraction, sides.cols))
+            for left, right in zip(lefts if is_sum else [sides.a] * len(rights), rights, strict=True)
+        ]
+        op, along, flat, travelled = self._op_of(step, sizes, sides)
+        if sides.transposed and op is not ALL_GATHER_MATMUL:
+            # Without a gather the transposed product is the same task, which scatters the other dim.
+            pairs = [(right.t(), left.t()) for left, right in pairs]
+        products = [sides.result(right, travelled) for right in (rights[:1] if is_sum else rights)]
         ending = ending._replace(biases=ending.biases or (None,) * len(products))
         made = [*(products[:1] if ending.activation in GATED else products)]
         made += products if ending.keeps or ending.norm else ()
-        pairs = [
-            (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
-            for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
-        ]
-        if transposed and op is not ALL_GATHER_MATMUL:
-            # Without a gather the transposed product is the same task, which scatters the other dim.
-            pairs = [(right.t(), left.t()) for left, right in pairs]
         epilogue = Epilogue(activation=ending.activation, keeps=ending.keeps)
         if op is None or step is None:
             return self._local(pairs, ending.biases, made, epilogue)
-        assert (ending.residual is None and not ending.norm) or not transposed
-        added = None if ending.residual is None else Matrix.of(ending.residual, rows, cols)
+        assert (ending.residual is None and not ending.norm) or not sides.transposed
+        added = None if ending.residual is None else Matrix.of(ending.residual, sides.rows, sides.cols)
         operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
-        # The float8 dtype of the task's first operand.
-        first = float8[int(exchanged)] if float8 else None
-        name, eps = (self._settings.norm, self._settings.eps) if ending.norm else ("", 0.0)
-        algorithm = self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto"
-        turned = transposed and op is ALL_GATHER_MATMUL
         task = Task(
-            op, shapes, self.dtype, flat, along, turned, algorithm, ending.activation, ending.keeps, first,
-            self._settings.blocks, name, eps, self.leaves, self._of_sums(op),
+            op, shapes, self.dtype, flat, along,
+            transposed=sides.transposed and op is ALL_GATHER_MATMUL,
+            algorithm=self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
+            activation=ending.activation, keeps=ending.keeps,
+            float8=float8[int(exchanged)] if float8 else None, in_blocks=self._settings.blocks,
+            norm=self._settings.norm if ending.norm else "", eps=self._settings.eps if ending.norm else 0.0,
+            leaves=self.leaves, any_order=self._of_sums(op),
         )  # fmt: skip
         if not self.leaves or not ending.activation:
             return self.task(task, step.axis, operands, *made)
@@ -476,6 +480,22 @@ class Program:
         zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
         names = tuple(z.name for z in zs)
         return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
+
+    def _op_of(
+        self, step: Step | None, sizes: tuple[int, ...], sides: Sides
+    ) -> tuple[Op | None, int, tuple[int, ...], dict[str, int]]:
+        """Return the op of a matmul and a step, its `dim` and `sizes`, and the length in the result that it changes."""
+        if step is None:
+            return None, 0, (), {}
+        if step.kind == "all_reduce":
+            return MATMUL_ALL_REDUCE, 0, (), {}
+        dim, on_rows = step.dim, step.dim in sides.rows
+        if step.kind == "all_gather":
+            flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
+            return ALL_GATHER_MATMUL, int(not on_rows), flat, {dim: sum(sizes)} if on_rows else {}
+        flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
+        own = sizes[self.partition.place[step.axis][0]]
+        return MATMUL_REDUCE_SCATTER, int(on_rows == sides.transposed), flat, {dim: own}
 
     def _local(
         self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],

@@ -17,7 +17,7 @@ from ..op import Task
 from ..shards import even_sizes
 from . import SCHEDULES
 from .local import Alone, multiplied, norm_of, with_norm
-from .verbs import PLAIN, Epilogue, Gather, Operands, Product, Scatter, Verbs
+from .verbs import PLAIN, Epilogue, Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -39,15 +39,16 @@ class Gathering:
         assert task.dim == 0 or "right" not in task.shapes
         products = (self._first,) * len(self._weights) + (("outer",) if "right" in task.shapes else ())
         # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first.
-        self._turns = bool(task.leaves) and task.dim == 1
+        self._by_rows = bool(task.leaves) and task.dim == 1
+        dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
+        num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
         self._gather: Gather = on.gather(
-            task.sizes, cols if task.dim == 0 else rows, 0 if self._turns else task.dim,
-            products=() if self._turns else products, result=sum(task.shapes[b][1] for b, _ in self._weights),
-        )  # fmt: skip
+            GatherOf(task.sizes, cols if task.dim == 0 else rows, dim, kinds, result=num_columns)
+        )
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
-        self._gather.start(operands["a"].t() if self._turns else operands["a"])
+        self._gather.start(operands["a"].t() if self._by_rows else operands["a"])
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._weights:
@@ -58,25 +59,19 @@ class Gathering:
             products.append(Product(self._first, operands[b], own, transposed))
         if "right" in operands:
             products.append(Product("outer", operands["right"]))
-        if self._turns:
+        if self._by_rows:
             return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
         return self._gather.multiply(operands["a"], products)
 
 
-class Scattering:
-    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
+class Summing:
+    """Base of the forms that sum terms, which are products or the operand itself."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
-        M, N = task.moved
+    def __init__(self, task: Task) -> None:
         self._task, self._multiplies, self._gathers = task, task.op.multiplies, "x" in task.shapes
         self._lefts, self._rights = task.each("a"), task.each("b")
-        self._scatter: Scatter = on.scatter(
-            task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
-        )
-        if self._gathers:
-            cols = task.shapes["x"][1]
-            self._gather: Gather = on.gather(task.sizes, cols, 0, products=("outer",), result=N, beside=True)
-        self.stages = self._start, self._finish
+        self._scatter: Scatter
+        self._gather: Gather
 
     def _start(self, operands: Operands) -> None:
         if self._gathers:
@@ -86,6 +81,19 @@ class Scattering:
             self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
         else:
             self._scatter.put(operands["a"])
+
+
+class Scattering(Summing):
+    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
+
+    def __init__(self, on: Verbs, task: Task) -> None:
+        super().__init__(task)
+        M, N = task.moved
+        self._scatter = on.scatter(ScatterOf(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
+        if self._gathers:
+            x = GatherOf(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
+            self._gather = on.gather(x)
+        self.stages = self._start, self._finish
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
@@ -98,32 +106,23 @@ class Scattering:
         return outs + self._gather.multiply(operands["x"], [Product("outer", left.t(), PLAIN, True) for left in lefts])
 
 
-class Reducing:
+class Reducing(Summing):
     """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
+        super().__init__(task)
         M, N = task.moved
-        self._task, self._multiplies = task, task.op.multiplies
-        self._lefts, self._rights = task.each("a"), task.each("b")
-        # This rank's part of the sum.
-        self._part = slice(0, None)
         if on.one_shot(task):
-            self._scatter: Scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
+            self._scatter = on.scatter(ScatterOf((M,), N, 0, self._multiplies, to_all=True))
             self.stages: tuple[Any, ...] = self._start, self._sum
             return
         sizes = even_sizes(M, on.world_size)
-        self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=self._multiplies)
-        self._gather: Gather = on.gather(sizes, N, 0, sums=True)
+        self._scatter = on.scatter(ScatterOf(sizes, N, 0, self._multiplies))
+        self._gather = on.gather(GatherOf(sizes, N, 0, sums=True))
         begin = sum(sizes[: on.rank])
+        # This rank's part of the sum.
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
         self.stages = self._start, self._show, self._finish
-
-    def _start(self, operands: Operands) -> None:
-        if self._multiplies:
-            take = operands.__getitem__
-            self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
-        else:
-            self._scatter.put(operands["a"])
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]

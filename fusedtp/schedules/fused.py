@@ -36,7 +36,7 @@ from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
 from .local import multiplied, norm_of, with_norm
-from .verbs import Epilogue, Operands, Product, Verbs
+from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
@@ -68,6 +68,7 @@ class Fused(Verbs):
 
     def form(self) -> Any:
         if self.task.algorithm == "ring":
+            self.sums = "along the ring"
             return FusedRing(self, self.task)
         return OneKernel(self, self.task) if self._is_one_kernel() else None
 
@@ -113,23 +114,18 @@ class Fused(Verbs):
             self.sums = "in the switch" if found == IN_SWITCH else f"in the order of ranks: {why}"
         return found
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> FusedGather:  # fmt: skip
-        return FusedGather(self, tuple(sizes), other, dim, products, result, beside=beside, sums=sums)
+    def gather(self, what: GatherOf) -> FusedGather:
+        return FusedGather(self, what)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> FusedScatter:
-        return FusedScatter(self, tuple(sizes), other, dim, to_all, multiplies)
+    def scatter(self, what: ScatterOf) -> FusedScatter:
+        return FusedScatter(self, what)
 
 
 class FusedGather:
     """`verbs.Gather` with persistent kernels."""
 
-    def __init__(
-        self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int, *,
-        beside: bool, sums: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, on: Fused, what: GatherOf) -> None:
+        sizes, other, dim, products, result, beside, sums = what
         self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
         self._shape = (sum(sizes), other)
         self._begin = sum(sizes[: on.rank])
@@ -147,7 +143,7 @@ class FusedGather:
         self._per_tile = sums
         self._pushes = bool(products) and not beside
         # The number of products in one kernel, and the rows of each of their results.
-        self._alike = 0 if not products else tuple(products).count(products[0])
+        self._alike = 0 if not products else products.count(products[0])
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
@@ -187,7 +183,7 @@ class FusedGather:
 
     def start(self, x: Matrix) -> None:
         ws, on = self._ws, self._on
-        if ws.in_place and on.producer == "auto":
+        if ws.reads_peers and on.producer == "auto":
             # Every call on a CPU passes here.
             self._by = on.sent_by = "push"
         else:
@@ -271,7 +267,8 @@ class FusedGather:
 class FusedScatter:
     """`verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
-    def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
+    def __init__(self, on: Fused, what: ScatterOf) -> None:
+        sizes, other, dim, multiplies, to_all = what
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
         self._to_all, self._multiplies = to_all, multiplies
         begin = sum(sizes[: on.rank])

@@ -26,7 +26,7 @@ from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
 from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import Epilogue, Operands, Product, Verbs
+from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
 
 # The fast paths to a matmul call `padded` only for these.
 NARROW = (torch.bfloat16, torch.float16)
@@ -89,7 +89,7 @@ def tree_product(
 class Alone(Verbs):
     """`verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
 
-    rank, world_size = 0, 1
+    rank, world_size, sums = 0, 1, "of one rank"
 
     def __init__(self, leaves: int = 0) -> None:
         self._leaves = leaves
@@ -97,13 +97,10 @@ class Alone(Verbs):
     def one_shot(self, task: Task) -> bool:
         return True
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> LocalGather:  # fmt: skip
-        return LocalGather(dim, self._leaves)
+    def gather(self, what: GatherOf) -> LocalGather:
+        return LocalGather(what.dim, self._leaves)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> LocalScatter:
+    def scatter(self, what: ScatterOf) -> LocalScatter:
         return LocalScatter(self._leaves)
 
 
@@ -355,8 +352,9 @@ class PackedGather:
     rounded once.
     """
 
-    # sizes, dim: see `verbs.Verbs`. Rank r's part has `rows[r]` rows of `cols[r]` elements.
-    def __init__(self, rank: int, sizes: Sequence[int], other: int, dim: int) -> None:
+    # Rank r's part has `rows[r]` rows of `cols[r]` elements.
+    def __init__(self, rank: int, what: GatherOf) -> None:
+        sizes, other, dim, *_ = what
         self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
         self._rows = [size if dim == 0 else other for size in sizes]
         self._cols = [other if dim == 0 else size for size in sizes]

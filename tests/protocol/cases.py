@@ -114,7 +114,7 @@ def _host(
 ) -> Op:  # fmt: skip
     # second: with a second product, of what is gathered.
     def op(ws: Workspace, sizes: tuple[int, ...], group: _Group) -> object:
-        ws.in_place = not copies
+        ws.reads_peers = not copies
         whole, mine = sum(sizes), sizes[ws.rank]
         operands: tuple[torch.Tensor | None, ...]
         if name == "all_gather_matmul":
