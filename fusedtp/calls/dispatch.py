@@ -100,16 +100,16 @@ def check_schedule(schedule: str) -> None:
 
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
     """Return the path of a task. A group's first call is collective if the schedule may need shared memory."""
-    op, dtype, name = task.op.name, task.dtype, schedule
+    op, dtype = task.op.name, task.dtype
     if task.leaves:
         return _as_tree(task, group)
-    if name != "auto":
-        check_units(task, name, group, device)
-        asked_for = _asked_for(op, name, dtype)
+    if schedule != "auto":
+        asked_for = _asked_for(op, schedule, dtype)
+        check_units(task, schedule, group, device)
         # `decomposed` needs no `Knowledge`. But peers may name another schedule, and all ranks must come this far to
         # find that. A capture can only run what has run before.
-        if SCHEDULES[name].shares_memory and group.size() > 1 and not _is_capturing(device):
-            _know(group, device)
+        if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
+            _know(_workspaces().get(group, device), group)
         return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -121,7 +121,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
-    _know(group, device)
+    _know(ws, group)
     switch = task.any_order and ws.has_multicast
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing, switch)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch))
@@ -137,15 +137,8 @@ def _as_tree(task: Task, group: ProcessGroup) -> Path:
 
 def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
     """Raise RuntimeError if `schedule` has kernels, which cannot multiply the task's float8 dtype."""
-    if schedule != "auto" and SCHEDULES[schedule].has_kernels and task.float8 is not None and group.size() > 1:
+    if task.float8 is not None and group.size() > 1 and schedule != "auto" and SCHEDULES[schedule].has_kernels:
         _check_float8(task.op.name, task.float8, task.in_blocks, device)
-
-
-def _know(group: ProcessGroup, device: torch.device) -> None:
-    # Share rank 0's `Knowledge`, once per group.
-    ws = _workspaces().get(group, device)
-    if ws.knowledge is None:
-        _learn(ws, group, device.type == "cuda")
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -159,7 +152,11 @@ def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
     return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
 
 
-def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
+def _know(ws: Workspace, group: ProcessGroup) -> None:
+    # Share rank 0's `Knowledge`, once per group.
+    if ws.knowledge is not None:
+        return
+    on_gpu = ws.device.type == "cuda"
     ws.knowledge, ignored, interruption = _share(ws, group, on_gpu)
     if not on_gpu and ws.knowledge.table is not None:
         ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
@@ -170,7 +167,7 @@ def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
         raise interruption
     if ignored and ignored not in _said:
         _said.add(ignored)
-        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
+        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
@@ -269,7 +266,11 @@ class Ready(Prepared):
             _load_for_capture(self.task, self.group, self._device, operands)
         if ws is None:
             return self.go(operands)
-        meant = self._meanings.get(graph_task() != -1) or self._means()
+        is_backward = graph_task() != -1
+        meant = self._meanings.get(is_backward)
+        if meant is None:
+            meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
+            self._meanings[is_backward] = meant
         ws.begin(op, meant)
         try:
             if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
@@ -292,11 +293,6 @@ class Ready(Prepared):
         group: ProcessGroup | None = self._group()
         assert group is not None
         return group
-
-    def _means(self) -> Meaning:
-        meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
-        self._meanings[graph_task() != -1] = meant
-        return meant
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Mapping[str, Tensor]) -> None:
