@@ -142,9 +142,9 @@ class Sides(NamedTuple):
         transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
         return cls(a, b, rows, cols, outermost(plan.contraction, travels), transposed)
 
-    def result(self, b: Named, travelled: dict[str, int]) -> Made:
-        """Return the result of a @ b for one of several b. `travelled`: lengths that a collective changes."""
-        lengths = dict(zip((*self.a.dims, *b.dims), (*self.a.lengths, *b.lengths), strict=True)) | travelled
+    def result(self, b: Named, changed: dict[str, int]) -> Made:
+        """Return the result of a @ b for one of several b. `changed`: as in `Fusion`."""
+        lengths = dict(zip((*self.a.dims, *b.dims), (*self.a.lengths, *b.lengths), strict=True)) | changed
         dims = (*self.cols, *self.rows) if self.transposed else (*self.rows, *self.cols)
         return dims, [lengths[name] for name in dims]
 
@@ -164,8 +164,31 @@ class Ending(NamedTuple):
     activation: str = ""
     keeps: bool = False
 
+    @property
+    def epilogue(self) -> Epilogue:
+        """Return the activation of products that are multiplied here."""
+        return Epilogue(activation=self.activation, keeps=self.keeps)
+
+    def results(self, products: Sequence[Made]) -> list[Made]:
+        """Return the results, given the products: theirs, then the products themselves or the normed sum."""
+        first = products[:1] if self.activation in GATED else products
+        return [*first, *(products if self.keeps or self.norm else ())]
+
 
 PLAIN = Ending()
+
+
+class Fusion(NamedTuple):
+    """Collective over an axis that is fused with a matmul: the op, its task's `dim` and `sizes`.
+
+    `changed`: the length that the collective changes in the result, by dim.
+    """
+
+    op: Op
+    axis: str
+    dim: int
+    sizes: tuple[int, ...]
+    changed: dict[str, int]
 
 
 def operands_of(
@@ -451,56 +474,56 @@ class Program:
             (Matrix.of(left, sides.rows, sides.contraction), Matrix.of(right, sides.contraction, sides.cols))
             for left, right in zip(lefts if is_sum else [sides.a] * len(rights), rights, strict=True)
         ]
-        op, along, flat, travelled = self._op_of(step, sizes, sides)
-        if sides.transposed and op is not ALL_GATHER_MATMUL:
+        fusion = None if step is None else self._fusion(step, sizes, sides)
+        if sides.transposed and (fusion is None or fusion.op is not ALL_GATHER_MATMUL):
             # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
-        products = [sides.result(right, travelled) for right in (rights[:1] if is_sum else rights)]
+        changed = {} if fusion is None else fusion.changed
+        products = [sides.result(right, changed) for right in (rights[:1] if is_sum else rights)]
         ending = ending._replace(biases=ending.biases or (None,) * len(products))
-        made = [*(products[:1] if ending.activation in GATED else products)]
-        made += products if ending.keeps or ending.norm else ()
-        epilogue = Epilogue(activation=ending.activation, keeps=ending.keeps)
-        if op is None or step is None:
-            return self._local(pairs, ending.biases, made, epilogue)
+        if fusion is None:
+            return self._local(pairs, ending, products)
+        return self._task_of(fusion, sides, pairs, ending, products, float8[int(exchanged)] if float8 else None)
+
+    def _fusion(self, step: Step, sizes: tuple[int, ...], sides: Sides) -> Fusion:
+        if step.kind == "all_reduce":
+            return Fusion(MATMUL_ALL_REDUCE, step.axis, 0, (), {})
+        dim, on_rows = step.dim, step.dim in sides.rows
+        if step.kind == "all_gather":
+            flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
+            changed = {dim: sum(sizes)} if on_rows else {}
+            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), flat, changed)
+        flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
+        changed = {dim: sizes[self.partition.place[step.axis][0]]}
+        return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
+
+    def _task_of(
+        self, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending,
+        products: Sequence[Made], float8: torch.dtype | None,
+    ) -> Blocks:  # fmt: skip
+        """Add a matmul with its collective. `float8`: the dtype of the task's first operand, if it is cast."""
+        op, settings = fusion.op, self._settings
         assert (ending.residual is None and not ending.norm) or not sides.transposed
         added = None if ending.residual is None else Matrix.of(ending.residual, sides.rows, sides.cols)
         operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
         task = Task(
-            op, shapes, self.dtype, flat, along,
+            op, shapes, self.dtype, fusion.sizes, fusion.dim,
             transposed=sides.transposed and op is ALL_GATHER_MATMUL,
-            algorithm=self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
-            activation=ending.activation, keeps=ending.keeps,
-            float8=float8[int(exchanged)] if float8 else None, in_blocks=self._settings.blocks,
-            norm=self._settings.norm if ending.norm else "", eps=self._settings.eps if ending.norm else 0.0,
+            algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
+            activation=ending.activation, keeps=ending.keeps, float8=float8, in_blocks=settings.blocks,
+            norm=settings.norm if ending.norm else "", eps=settings.eps if ending.norm else 0.0,
             leaves=self.leaves, any_order=self._of_sums(op),
         )  # fmt: skip
         if not self.leaves or not ending.activation:
-            return self.task(task, step.axis, operands, *made)
+            return self.task(task, fusion.axis, operands, *ending.results(products))
         # With a tree order the activation is always the library's, on the rounded products.
-        zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
-        names = tuple(z.name for z in zs)
+        zs = self.task(replace(task, activation="", keeps=False), fusion.axis, operands, *products)
+        names, epilogue = tuple(z.name for z in zs), ending.epilogue
+        made = ending.results(products)
         return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
 
-    def _op_of(
-        self, step: Step | None, sizes: tuple[int, ...], sides: Sides
-    ) -> tuple[Op | None, int, tuple[int, ...], dict[str, int]]:
-        """Return the op of a matmul and a step, its `dim` and `sizes`, and the length in the result that it changes."""
-        if step is None:
-            return None, 0, (), {}
-        if step.kind == "all_reduce":
-            return MATMUL_ALL_REDUCE, 0, (), {}
-        dim, on_rows = step.dim, step.dim in sides.rows
-        if step.kind == "all_gather":
-            flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
-            return ALL_GATHER_MATMUL, int(not on_rows), flat, {dim: sum(sizes)} if on_rows else {}
-        flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
-        own = sizes[self.partition.place[step.axis][0]]
-        return MATMUL_REDUCE_SCATTER, int(on_rows == sides.transposed), flat, {dim: own}
-
-    def _local(
-        self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
-        made: Sequence[Made], epilogue: Epilogue,
-    ) -> Blocks:  # fmt: skip
+    def _local(self, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending, products: Sequence[Made]) -> Blocks:
+        biases, epilogue, made = ending.biases, ending.epilogue, ending.results(products)
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
