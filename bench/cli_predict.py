@@ -112,11 +112,13 @@ def predict(
 
 def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> CellTable:
     """Return the predictions as a table, a line each."""
+    from fusedtp.schedules import NAMES
+
     from .tables import SIZE, CellTable
 
     first, lines = predictions[0], []
     for each, size in zip(predictions, sizes, strict=True):
-        times = {name: getattr(each, f"{name}_us") for name in ("unfused", "decomposed", "fused")}
+        times = {name: getattr(each, f"{name}_us") for name in reversed(NAMES)}
         times["bound"] = each.bound_us
         parts: dict[str, float | None] = {"matmul": each.matmul_us if each.flops else None, "comm": each.comm_us}
         parts["cast"] = each.cast_us or None

@@ -32,7 +32,7 @@ from fusedtp.kernels.choices import Choice, applied, of_config
 from fusedtp.kernels.loading import only_loading
 from fusedtp.op import OPS, Task
 from fusedtp.scaled import Quantized, Scaled
-from fusedtp.schedules.one_kernel import OneKernel
+from fusedtp.schedules.fused import OneKernel
 
 from . import preset
 from .cases import MXFP8, Case, size_of

@@ -181,7 +181,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
         if flavour.startswith("pushed"):
             ws = registry.get(group, CPU)
-            stack.enter_context(mock.patch.object(ws, "in_place", False))
+            stack.enter_context(mock.patch.object(ws, "reads_peers", False))
             if flavour == "pushed by kernels":
                 stack.enter_context(by_kernels(ws))
         yield

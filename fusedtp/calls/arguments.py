@@ -20,6 +20,7 @@ from ..float8 import E8M0, FLOAT8, formats_of
 from ..norms import Norm
 from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
 from ..scaled import RECIPES, Float8, Scaled, check_dense
+from ..schedules import SCHEDULES
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing, transforms_active
@@ -245,7 +246,7 @@ def check_options(asked: Options, x: Tensor) -> None:
     dispatch.check_schedule(asked.schedule)
     if asked.producer != "auto":
         check_producer(asked.producer, asked.schedule)
-    if asked.schedule == "fused":
+    if asked.schedule != "auto" and SCHEDULES[asked.schedule].has_kernels:
         dispatch.check_dtype(x.dtype)
 
 
@@ -285,13 +286,8 @@ def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
     algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
-    if algorithm != "auto" and schedule == "unfused":
-        raise ValueError(
-            f"algorithm must be 'auto', as schedule 'unfused' has no algorithm {algorithm!r}: the process group's "
-            "backend picks its own; or use schedule 'decomposed' or 'fused'"
-        )
-    if algorithm == "ring" and (schedule == "decomposed" or (schedule == "auto" and x.device.type == "cpu")):
-        raise ValueError(f"algorithm 'ring' is a kernel, got schedule {schedule!r}: use it with schedule 'fused'")
+    by_auto = "decomposed" if x.device.type == "cpu" else "fused"
+    SCHEDULES[by_auto if schedule == "auto" else schedule].check_algorithm(algorithm, schedule)
 
 
 def dim(name: str, value: int, x: Tensor) -> int:
@@ -427,13 +423,6 @@ def _check_scaled(name: str, x: Any, device: torch.device | None = None) -> Scal
     return x
 
 
-def _out_dtype(out_dtype: torch.dtype | None) -> torch.dtype:
-    """Check and return the dtype of the result, bfloat16 by default."""
-    if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
-    return out_dtype or torch.bfloat16
-
-
 def is_plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | None) -> bool:
     """Return whether no operand is `Scaled`. Then results have the operands' dtype."""
     several = weight if isinstance(weight, list | tuple) else (weight,)
@@ -455,27 +444,24 @@ def check_scaled(
         raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
     if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
-    out, x = _out_dtype(out_dtype), _check_scaled("x", x)
-    several = isinstance(weight, tuple)
-    names = [f"weight[{i}]" for i in range(len(weight))] if several else ["weight"]
-    ws = [
-        _check_scaled(name, each, x.data.device)
-        for name, each in zip(names, weight if several else (weight,), strict=True)
-    ]
-    blocks = _check_together(x, ws, names)
-    biases = bias if isinstance(bias, tuple) else (bias,)
-    bias_names = [f"bias[{i}]" for i in range(len(biases))] if several else ["bias"]
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
+    out = out_dtype or torch.bfloat16
+    x, named = _check_scaled("x", x), _numbered(weight, bias, "weight")
+    blocks = _check_together(x, {name: _check_scaled(name, each, x.data.device) for name, each, _, _ in named})
+    biases = [(name, each) for _, _, name, each in named]
     more = () if norm is None else (("norm_weight", norm.weight), ("norm_bias", norm.bias))
-    _check_added((*zip(bias_names, biases, strict=True), ("residual", residual), *more), out)
+    _check_added((*biases, ("residual", residual), *more), out)
     return out, blocks
 
 
-def _check_together(x: Scaled, ws: Sequence[Scaled], names: Sequence[str]) -> bool:
+def _check_together(x: Scaled, ws: Mapping[str, Scaled]) -> bool:
     """Raise ValueError unless one product takes x and all weights. Return whether they have block scales."""
-    first, blocks = ws[0].data.dtype, x.scale.dtype == E8M0
-    for name, w in zip(names, ws, strict=True):
+    (first_name, first_w), blocks = next(iter(ws.items())), x.scale.dtype == E8M0
+    first = first_w.data.dtype
+    for name, w in ws.items():
         if w.data.dtype != first:
-            raise ValueError(f"all weights must have one dtype, got {names[0]} in {first}, {name} in {w.data.dtype}")
+            raise ValueError(f"all weights must have one dtype, got {first_name} in {first}, {name} in {w.data.dtype}")
         if (w.scale.dtype == E8M0) != blocks:
             raise ValueError(
                 f"x and weight must both have scales of blocks, in {E8M0}, or neither, got x.scale in {x.scale.dtype} "

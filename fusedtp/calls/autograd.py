@@ -33,7 +33,7 @@ from ..scaled import Quantized, Scaled
 from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
 from . import arguments, operators
 from . import call as calls_
-from .call import KEPT, Call, Prepare
+from .call import Call, Prepare
 from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
 from .problems import Described, Settings
@@ -91,7 +91,7 @@ def _gradients(
         else:
             for dy, z in zip(call.dys, zs, strict=True):
                 kept[dy] = z.resolve_neg()
-            made = call.run(tuple(wanted), kept)
+            made = call.run(kept, tuple(wanted))
         found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
     for i in unused:
         # Like the parameters of a linear that was not called.
@@ -129,7 +129,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, parts: dict[str, Tensor], *tensors: Any) -> Any:
         needs = ctx.needs_input_grad[2:]
-        outs = call.run((*parts, KEPT) if call.keeps and True in needs else tuple(parts), parts)
+        outs = call.run(parts, keeps=call.keeps and True in needs)
         # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
         outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
         saved = _save(ctx, call, parts, needs, outs)
@@ -213,7 +213,7 @@ def _forward(
         # In a compiled graph no other code sees these tensors.
         for name in ("x", *call.weights):
             keep(given[name])
-    return call.run((*given, KEPT) if keeps else tuple(given), given, fake=fake)
+    return call.run(given, keeps=keeps, fake=fake)
 
 
 @operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
@@ -235,7 +235,7 @@ def _backward(
     call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if not fake:
         check_kept([each for name, each in given.items() if name not in call.dys])
-    return call.run(tuple(needs), given, fake=fake)
+    return call.run(given, tuple(needs), fake=fake)
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
@@ -386,7 +386,7 @@ def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm 
         return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
     if call.is_linear and "residual" not in given:
         return call.linear(parts)
-    return _as_asked(call, call.run(tuple(parts), parts))
+    return _as_asked(call, call.run(parts))
 
 
 def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
@@ -438,4 +438,4 @@ def _scaled(
     call = calls_.find(_in_float8(prepare, dtypes, blocks), given, group, asked, along, norm)
     given |= {name: Quantized.of(each, out) for name, each in operands.items()}
     with torch.no_grad():
-        return _as_asked(call, call.run(tuple(given), given))
+        return _as_asked(call, call.run(given))

@@ -38,8 +38,6 @@ from .dispatch import Ready, check_units
 from .problems import MAX_CALLS, Described, Settings
 from .program import Ending, Named, Program, ProgramStep
 
-# Last in a forward key if the program returns the products too.
-KEPT = "kept"
 # Names of a norm's parameters.
 _NORMED = "norm_weight", "norm_bias"
 
@@ -67,7 +65,7 @@ class Call:
             if count:
                 splits[name], rest = tuple(rest[:count]), rest[count:]
         self.widths = tuple(rest)
-        # Names: of the weights; of w and bias by turns; of the products' gradients; of the products.
+        # Names: of the weights; of each w and its bias; of the products' gradients; of the products.
         count = max(1, len(rest))
         self.weights, self._biases = numbered("w", count), numbered("bias", count)
         self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
@@ -93,8 +91,8 @@ class Call:
         self.is_linear = alone and settings.w_transposed and not (self.widths or ends or reads_beside(dtype, device))
         if settings.blocks:
             self._check_blocks()
-        # Keys: the names of the given tensors (forward), or which gradients are needed (backward).
-        self._programs: dict[Any, Program] = {}
+        # Forward by whether it `keeps` and the names of the given tensors, backward by which gradients are needed.
+        self._programs: dict[tuple[Any, ...], Program] = {}
 
     def plan(self) -> Plan:
         """Return the plan, which is the same on every rank."""
@@ -147,14 +145,14 @@ class Call:
             for each, width in zip(names, self.widths, strict=True)
         ]
 
-    def _written(self, key: Any) -> Program:
+    def _written(self, key: tuple[Any, ...]) -> Program:
         program = Program(self.partition, self._dtype, self.settings, self._formats)
         x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
-        if key[0] == "x":
+        if "x" in key:
             ending = Ending(
                 [each if each in key else None for each in self._biases],
                 self._named("y", "residual") if "residual" in key else None,
-                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[-1] == KEPT,
+                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[0],
             )  # fmt: skip
             program.finish([(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, ending)])
         else:
@@ -183,19 +181,22 @@ class Call:
             )
         return ready
 
-    def run(self, key: Any, tensors: dict[str, Any], *, fake: bool = False) -> list[Tensor]:
-        """Run the program for `key` on tensors by name and return this rank's results, without a gradient.
+    def run(
+        self, tensors: dict[str, Any], needs: tuple[bool, ...] = (), *, keeps: bool = False, fake: bool = False
+    ) -> list[Tensor]:
+        """Run forward, or backward if `needs` are given, on tensors by name, without a gradient.
 
-        Forward: `key` has the names of the given tensors: x, `parameters`, a residual, a norm's parameters. The results
-        are y of each weight, or y and its norm. With `KEPT` last in `key`, the products before the activation follow.
+        Forward takes x, `parameters`, a residual and a norm's parameters, those that there are. It returns y of each
+        weight, or y and its norm. With `keeps`, the products before the activation follow.
 
-        Backward: `key` tells which gradients are needed: of x, then of `parameters`. The given tensors are `dys`, the
-        gradients of the products before an activation, and those of x and the weights that the needed ones read. The
-        results are the needed gradients.
+        Backward: `needs` tells which gradients are needed: of x, then of `parameters`. It takes `dys`, the gradients of
+        the products before an activation, and those of x and the weights that the needed gradients read. It returns
+        the needed gradients.
 
         With `fake`, the results are empty tensors of the same shapes, and nothing is sent.
         """
         # Every call runs this: no Python function is called but that of the task.
+        key: tuple[Any, ...] = needs or (keeps, *tensors)
         program = self._programs.get(key) or self._written(key)
         tensors = {**tensors}
         for step in program.steps:
@@ -236,7 +237,7 @@ class Call:
 
         Gradients of a program take as long as the matmuls of a small layer.
         """
-        key = tuple(given)
+        key = (False, *given)
         # A program has no task if no number of ranks sends anything.
         for step in (self._programs.get(key) or self._written(key)).steps:
             if step.task is not None:

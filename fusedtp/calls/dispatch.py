@@ -32,12 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .. import groups, locks, schedules
+from .. import groups, locks
 from ..cost.hardware import Hardware, of_gpu
 from ..cost.overlap import MULTICAST
 from ..float8 import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
+from ..schedules import NAMES, SCHEDULES
 from ..schedules.forms import Prepared
 from ..torch_private import graph_task
 from ..workspaces import agreement, generation
@@ -71,15 +72,6 @@ class Path:
     sums: str = ""
 
 
-def in_any_order(task: Task, schedule: str, world_size: int) -> str:
-    """Return `Path.sums` of a task with `order="any"` whose schedule has one reduction order only."""
-    if world_size == 1:
-        return "of one rank"
-    if task.algorithm == "ring":
-        return "along the ring"
-    return "as the process group adds" if schedule == "unfused" else "in the order of ranks: not by fused"
-
-
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _last: Path | None = None
@@ -102,22 +94,22 @@ class Knowledge:
 
 def check_schedule(schedule: str) -> None:
     """Raise ValueError unless `schedule` is "auto" or the name of a schedule."""
-    if schedule != "auto" and schedule not in schedules.NAMES:
-        raise ValueError(f"schedule must be one of {', '.join(('auto', *schedules.NAMES))}, got {schedule!r}")
+    if schedule != "auto" and schedule not in NAMES:
+        raise ValueError(f"schedule must be one of {', '.join(('auto', *NAMES))}, got {schedule!r}")
 
 
 def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
     """Return the path of a task. A group's first call is collective if the schedule may need shared memory."""
-    op, dtype, name = task.op.name, task.dtype, schedule
+    op, dtype = task.op.name, task.dtype
     if task.leaves:
         return _as_tree(task, group)
-    if name != "auto":
-        check_units(task, name, group, device)
-        asked_for = _asked_for(op, name, dtype)
+    if schedule != "auto":
+        asked_for = _asked_for(op, schedule, dtype)
+        check_units(task, schedule, group, device)
         # `decomposed` needs no `Knowledge`. But peers may name another schedule, and all ranks must come this far to
         # find that. A capture can only run what has run before.
-        if name != "unfused" and group.size() > 1 and not _is_capturing(device):
-            _know(group, device)
+        if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
+            _know(_workspaces().get(group, device), group)
         return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -129,7 +121,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
-    _know(group, device)
+    _know(ws, group)
     switch = task.any_order and ws.has_multicast
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing, switch)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch))
@@ -144,16 +136,9 @@ def _as_tree(task: Task, group: ProcessGroup) -> Path:
 
 
 def check_units(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> None:
-    """Raise RuntimeError if `schedule` is "fused" and kernels cannot multiply the task's float8 dtype."""
-    if schedule == "fused" and task.float8 is not None and group.size() > 1:
+    """Raise RuntimeError if `schedule` has kernels, which cannot multiply the task's float8 dtype."""
+    if task.float8 is not None and group.size() > 1 and schedule != "auto" and SCHEDULES[schedule].has_kernels:
         _check_float8(task.op.name, task.float8, task.in_blocks, device)
-
-
-def _know(group: ProcessGroup, device: torch.device) -> None:
-    # Share rank 0's `Knowledge`, once per group.
-    ws = _workspaces().get(group, device)
-    if ws.knowledge is None:
-        _learn(ws, group, device.type == "cuda")
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -167,7 +152,11 @@ def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
     return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
 
 
-def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
+def _know(ws: Workspace, group: ProcessGroup) -> None:
+    # Share rank 0's `Knowledge`, once per group.
+    if ws.knowledge is not None:
+        return
+    on_gpu = ws.device.type == "cuda"
     ws.knowledge, ignored, interruption = _share(ws, group, on_gpu)
     if not on_gpu and ws.knowledge.table is not None:
         ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
@@ -178,7 +167,7 @@ def _learn(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> None:
         raise interruption
     if ignored and ignored not in _said:
         _said.add(ignored)
-        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=4)
+        warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
@@ -209,20 +198,21 @@ class Ready(Prepared):
         self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
         # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
-        self._turn = ("group", str(group.group_name))
+        self._lock = ("group", str(group.group_name))
         if self._alone:
             self._prepare()
 
     def prepared(self) -> Ready:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
         if not self._is_prepared:
-            locks.alone(self._turn, self.task.op.name, self._prepare)
+            locks.alone(self._lock, self.task.op.name, self._prepare)
         return self
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        self.path = choose(task, self._asked_for, group, device)
-        interpreted = self.path.schedule == "fused" and device.type == "cpu"
+        path = choose(task, self._asked_for, group, device)
+        row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
+        interpreted = row.has_kernels and device.type == "cpu"
         if interpreted and not _is_interpreted():
             now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
             raise RuntimeError(
@@ -230,29 +220,22 @@ class Ready(Prepared):
                 f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
                 "or schedule 'decomposed' or 'unfused'"
             )
-        if producer != "auto" and self.path.schedule != "fused":
-            reason = f"{self.path.reason}; producer={producer!r} has no effect, only 'fused' has one to choose"
-            self.path = replace(self.path, reason=reason)
         self.version = generation.version
-        shares = self.path.schedule != "unfused" and not self._alone
+        shares = row.shares_memory and not self._alone
         ws = _workspaces().get(group, device) if shares else None
-        if producer == MULTICAST and self.path.schedule == "fused" and ws is not None:
+        if producer != "auto" and not row.has_kernels:
+            reason += f"; producer={producer!r} has no effect, only 'fused' has one to choose"
+        elif producer == MULTICAST and ws is not None:
             lacks, scaled = not ws.has_multicast, task.float8 is not None
             if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
-                self.path = replace(self.path, reason=f"{self.path.reason}; not multicast: {why}")
-        if self.path.schedule == "fused" and choice is None and (tuned := _tuned(task, ws)) is not None:
-            choice, self.path = tuned.choice, replace(self.path, kernel=tuning.told(tuned))
-        super().__init__(self.path.schedule, task, group, ws, producer=producer, choice=choice)
-        ends_with = [
-            f"{each} {self.on.where}" for each in (task.activation, "residual" * ("residual" in task.shapes)) if each
-        ]
-        if task.norm:
-            ends_with.append(f"{task.norm} after it")
-        if ends_with:
-            self.path = replace(self.path, epilogue=", ".join(ends_with))
-        if task.any_order:
-            said = getattr(self.on, "sums", "")
-            self.path = replace(self.path, sums=said or in_any_order(task, self.path.schedule, group.size()))
+                reason += f"; not multicast: {why}"
+        if row.has_kernels and choice is None and (tuned := _tuned(task, ws)) is not None:
+            choice, kernel = tuned.choice, tuning.told(tuned)
+        super().__init__(path.schedule, task, group, ws, producer=producer, choice=choice)
+        ends_with = [each for each in (task.activation, "residual" * ("residual" in task.shapes)) if each]
+        epilogue = [f"{each} {self.on.where}" for each in ends_with] + [f"{task.norm} after it"] * bool(task.norm)
+        sums = self.on.sums if task.any_order else ""
+        self.path = replace(path, reason=reason, kernel=kernel, epilogue=", ".join(epilogue), sums=sums)
         self._interpreted = interpreted and shares
         self._is_prepared = True
 
@@ -270,7 +253,7 @@ class Ready(Prepared):
         if self._alone:
             _last = self.path
             return self.go(operands)
-        outs: list[Tensor] = locks.alone(self._turn, self.task.op.name, self._run, operands)
+        outs: list[Tensor] = locks.alone(self._lock, self.task.op.name, self._run, operands)
         _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
         return outs
 
@@ -283,7 +266,11 @@ class Ready(Prepared):
             _load_for_capture(self.task, self.group, self._device, operands)
         if ws is None:
             return self.go(operands)
-        meant = self._meanings.get(graph_task() != -1) or self._means()
+        is_backward = graph_task() != -1
+        meant = self._meanings.get(is_backward)
+        if meant is None:
+            meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
+            self._meanings[is_backward] = meant
         ws.begin(op, meant)
         try:
             if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
@@ -306,11 +293,6 @@ class Ready(Prepared):
         group: ProcessGroup | None = self._group()
         assert group is not None
         return group
-
-    def _means(self) -> Meaning:
-        meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
-        self._meanings[graph_task() != -1] = meant
-        return meant
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Mapping[str, Tensor]) -> None:
@@ -344,7 +326,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
 @cache
 def _asked_for(op: str, schedule: str, dtype: torch.dtype) -> Path:
     check_schedule(schedule)
-    if schedule == "fused":
+    if SCHEDULES[schedule].has_kernels:
         check_dtype(dtype, f"{op}: ")
     return Path(op, schedule, "asked for")
 
@@ -397,15 +379,13 @@ def _decide(
     task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
-    # `decomposed` copies to addresses chosen on the host, which cannot be captured. Interpreted kernels are never fast.
-    cannot = "fused" if not on_gpu else "decomposed" if capturing else ""
-    allowed = tuple(each for each in schedules.NAMES if each != cannot)
+    allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing))
     lacks = ""
     if on_gpu and task.float8 is not None:
         lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
         lacks = lacks or (widens_blocks(knowledge.target) if task.in_blocks else "")
     if lacks:
-        allowed, lacks = tuple(each for each in allowed if each != "fused"), f"not fused: {lacks}"
+        allowed, lacks = tuple(each for each in allowed if not SCHEDULES[each].has_kernels), f"not fused: {lacks}"
     if shape is not None:
         made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed, switch=switch)
         if made is not None:

@@ -122,6 +122,33 @@ def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: st
     return tuple(size * per_index for size in sizes)
 
 
+class Sides(NamedTuple):
+    """Operands of a matmul a @ b with the dims of its rows, columns and contraction. A dim that travels is outermost.
+
+    `transposed`: whether the result is [cols, rows].
+    """
+
+    a: Named
+    b: Named
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
+    contraction: tuple[str, ...]
+    transposed: bool
+
+    @classmethod
+    def of(cls, plan: MatmulPlan, a: Named, b: Named, travels: str, wanted: tuple[str, ...]) -> Sides:
+        """Return the sides of a planned matmul. The result is [cols, rows] if rows are `wanted` as the last dims."""
+        rows, cols = (outermost(tuple(name for name in plan.c.names if name in x.dims), travels) for x in (a, b))
+        transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+        return cls(a, b, rows, cols, outermost(plan.contraction, travels), transposed)
+
+    def result(self, b: Named, changed: dict[str, int]) -> Made:
+        """Return the result of a @ b for one of several b. `changed`: as in `Fusion`."""
+        lengths = dict(zip((*self.a.dims, *b.dims), (*self.a.lengths, *b.lengths), strict=True)) | changed
+        dims = (*self.cols, *self.rows) if self.transposed else (*self.rows, *self.cols)
+        return dims, [lengths[name] for name in dims]
+
+
 class Ending(NamedTuple):
     """Epilogue of a matmul, by names of tensors.
 
@@ -137,8 +164,31 @@ class Ending(NamedTuple):
     activation: str = ""
     keeps: bool = False
 
+    @property
+    def epilogue(self) -> Epilogue:
+        """Return the activation of products that are multiplied here."""
+        return Epilogue(activation=self.activation, keeps=self.keeps)
+
+    def results(self, products: Sequence[Made]) -> list[Made]:
+        """Return the results, given the products: theirs, then the products themselves or the normed sum."""
+        first = products[:1] if self.activation in GATED else products
+        return [*first, *(products if self.keeps or self.norm else ())]
+
 
 PLAIN = Ending()
+
+
+class Fusion(NamedTuple):
+    """Collective over an axis that is fused with a matmul: the op, its task's `dim` and `sizes`.
+
+    `changed`: the length that the collective changes in the result, by dim.
+    """
+
+    op: Op
+    axis: str
+    dim: int
+    sizes: tuple[int, ...]
+    changed: dict[str, int]
 
 
 def operands_of(
@@ -409,78 +459,71 @@ class Program:
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
         ending: Ending, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
-        # The matmul, as a task if a collective is fused with it.
+        """Add the matmul, as a task if a collective is fused with it."""
         step = fused[0] if fused is not None else None
-        dim = step.dim if step is not None else ""
-        sizes = self.sizes(*fused) if fused is not None and dim else ()
+        sizes = self.sizes(*fused) if fused is not None and fused[0].dim else ()
         # A task gathers its first operand. If the plan gathers the second, the operands are exchanged.
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
             lefts, rights = rights, lefts
-        a, b = lefts[0], rights[0]
-        rows = outermost(tuple(name for name in plan.c.names if name in a.dims), dim)
-        cols = outermost(tuple(name for name in plan.c.names if name in b.dims), dim)
-        contraction = outermost(plan.contraction, dim)
-        # The result is [rows, cols], or [cols, rows] if the rows are wanted as its last dims.
-        transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
+        sides = Sides.of(plan, lefts[0], rights[0], step.dim if step is not None else "", wanted)
         # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
-        assert not any(ending.biases) or transposed == exchanged
-        lengths = {name: x.length(name) for names, x in ((rows, a), (cols, b)) for name in names}
-        op: Op | None = None
-        flat: tuple[int, ...] = ()
-        along = 0
-        if step is not None and step.kind == "all_gather":
-            op, along = ALL_GATHER_MATMUL, int(dim not in rows)
-            flat = flat_sizes(sizes, rows if dim in rows else contraction, a, dim)
-            lengths |= {dim: sum(sizes)} if dim in rows else {}
-        elif step is not None and step.kind == "all_reduce":
-            op = MATMUL_ALL_REDUCE
-        elif step is not None:
-            op, along = MATMUL_REDUCE_SCATTER, int((dim in cols) != transposed)
-            flat = flat_sizes(sizes, *((rows, a) if dim in rows else (cols, b)), dim)
-            lengths[dim] = sizes[self.partition.place[step.axis][0]]
-        dims = (*cols, *rows) if transposed else (*rows, *cols)
+        assert not any(ending.biases) or sides.transposed == exchanged
         is_sum = len(lefts) > 1
-        products: list[Made] = []
-        for each in rights[:1] if is_sum else rights:
-            own = lengths | {name: each.length(name) for name in cols if name != dim}
-            products.append((dims, [own[name] for name in dims]))
-        ending = ending._replace(biases=ending.biases or (None,) * len(products))
-        made = [*(products[:1] if ending.activation in GATED else products)]
-        made += products if ending.keeps or ending.norm else ()
         pairs = [
-            (Matrix.of(left, rows, contraction), Matrix.of(right, contraction, cols))
-            for left, right in zip(lefts if is_sum else [a] * len(rights), rights, strict=True)
+            (Matrix.of(left, sides.rows, sides.contraction), Matrix.of(right, sides.contraction, sides.cols))
+            for left, right in zip(lefts if is_sum else [sides.a] * len(rights), rights, strict=True)
         ]
-        if transposed and op is not ALL_GATHER_MATMUL:
+        fusion = None if step is None else self._fusion(step, sizes, sides)
+        if sides.transposed and (fusion is None or fusion.op is not ALL_GATHER_MATMUL):
             # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
-        epilogue = Epilogue(activation=ending.activation, keeps=ending.keeps)
-        if op is None or step is None:
-            return self._local(pairs, ending.biases, made, epilogue)
-        assert (ending.residual is None and not ending.norm) or not transposed
-        added = None if ending.residual is None else Matrix.of(ending.residual, rows, cols)
+        changed = {} if fusion is None else fusion.changed
+        products = [sides.result(right, changed) for right in (rights[:1] if is_sum else rights)]
+        ending = ending._replace(biases=ending.biases or (None,) * len(products))
+        if fusion is None:
+            return self._local(pairs, ending, products)
+        return self._task_of(fusion, sides, pairs, ending, products, float8[int(exchanged)] if float8 else None)
+
+    def _fusion(self, step: Step, sizes: tuple[int, ...], sides: Sides) -> Fusion:
+        if step.kind == "all_reduce":
+            return Fusion(MATMUL_ALL_REDUCE, step.axis, 0, (), {})
+        dim, on_rows = step.dim, step.dim in sides.rows
+        if step.kind == "all_gather":
+            flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
+            changed = {dim: sum(sizes)} if on_rows else {}
+            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), flat, changed)
+        flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
+        changed = {dim: sizes[self.partition.place[step.axis][0]]}
+        return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
+
+    def _task_of(
+        self, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending,
+        products: Sequence[Made], float8: torch.dtype | None,
+    ) -> Blocks:  # fmt: skip
+        """Add a matmul with its collective. `float8`: the dtype of the task's first operand, if it is cast."""
+        op, settings = fusion.op, self._settings
+        assert (ending.residual is None and not ending.norm) or not sides.transposed
+        added = None if ending.residual is None else Matrix.of(ending.residual, sides.rows, sides.cols)
         operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
-        # The float8 dtype of the task's first operand.
-        first = float8[int(exchanged)] if float8 else None
-        name, eps = (self._settings.norm, self._settings.eps) if ending.norm else ("", 0.0)
-        algorithm = self._settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto"
-        turned = transposed and op is ALL_GATHER_MATMUL
         task = Task(
-            op, shapes, self.dtype, flat, along, turned, algorithm, ending.activation, ending.keeps, first,
-            self._settings.blocks, name, eps, self.leaves, self._of_sums(op),
+            op, shapes, self.dtype, fusion.sizes, fusion.dim,
+            transposed=sides.transposed and op is ALL_GATHER_MATMUL,
+            algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
+            activation=ending.activation, keeps=ending.keeps, float8=float8, in_blocks=settings.blocks,
+            norm=settings.norm if ending.norm else "", eps=settings.eps if ending.norm else 0.0,
+            leaves=self.leaves, any_order=self._of_sums(op),
         )  # fmt: skip
         if not self.leaves or not ending.activation:
-            return self.task(task, step.axis, operands, *made)
+            return self.task(task, fusion.axis, operands, *ending.results(products))
         # With a tree order the activation is always the library's, on the rounded products.
-        zs = self.task(replace(task, activation="", keeps=False), step.axis, operands, *products)
-        names = tuple(z.name for z in zs)
+        zs = self.task(replace(task, activation="", keeps=False), fusion.axis, operands, *products)
+        names, epilogue = tuple(z.name for z in zs), ending.epilogue
+        made = ending.results(products)
         return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
 
-    def _local(
-        self, pairs: Sequence[tuple[Matrix, Matrix]], biases: Sequence[str | None],
-        made: Sequence[Made], epilogue: Epilogue,
-    ) -> Blocks:  # fmt: skip
+    def _local(self, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending, products: Sequence[Made]) -> Blocks:
+        biases, epilogue, made = ending.biases, ending.epilogue, ending.results(products)
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:

@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 
-from .. import schedules
 from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..cost.model import estimate
 from ..cost.work import Work
 from ..files import Entry, entry_of, read_text, replace
 from ..op import OPS, Task
+from ..schedules import NAMES
 from ..sharding.plan import ITEMSIZE
 
 FORMAT = 1
@@ -259,7 +259,7 @@ def _rates(entry: Entry) -> dict[str, Any]:
 def _sample(entry: Entry) -> Sample:
     noise = [name for name in _NOISE if name in entry.values]
     entry.only("op", "world_size", "dtype", "rows", "cols", "third", "ms", *noise)
-    ms = entry.numbers("ms", LEAST_MS, MOST_MS, among=schedules.NAMES)
+    ms = entry.numbers("ms", LEAST_MS, MOST_MS, among=NAMES)
     more: dict[str, Any] = {name: entry.numbers(name, *_NOISE[name], among=ms) for name in noise}
     return Sample(**_size(entry, OPS, 1, 0), ms=ms, **more)
 

@@ -49,11 +49,9 @@ class Exchange(Protocol):
 
     def rows(self, mine: list[int]) -> list[list[int]]:
         """Return every rank's row, in rank order."""
-        ...
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
         """Return every rank's outcome with these rows; None if a rank has started over: ask for the rows again."""
-        ...
 
 
 class Memory(Protocol):
@@ -69,4 +67,3 @@ class Memory(Protocol):
 
         The first word of `header` is the epoch. Collective: every rank makes the same call.
         """
-        ...

@@ -27,7 +27,7 @@ from ..workspaces.workspace import Workspace
 from . import transport
 from .local import NARROW, PackedGather, activate, activated, into, mm, padded, sum_into, summed, with_norm
 from .transport import travelling
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, GatherOf, Product, ScatterOf, Verbs
 
 # On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
 # On a GPU each block would be a launch for each term.
@@ -38,10 +38,10 @@ _SUM_BLOCK_BYTES = 256 << 10
 Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
 
 
-class Decomposed:
+class Decomposed(Verbs):
     """`verbs.Verbs` with library matmuls by chunk."""
 
-    where, by_host, sent_by = "by chunk", True, ""
+    where, sums, by_host = "by chunk", "in the order of ranks: not by fused", True
 
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
@@ -55,22 +55,17 @@ class Decomposed:
     def one_shot(self, task: Task) -> bool:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> DecomposedGather | DecomposedPackedGather:  # fmt: skip
-        if self.task.float8 is not None and not sums:
-            return DecomposedPackedGather(self, sizes, other, dim)
-        return DecomposedGather(self, sizes, other, dim, products)
+    def gather(self, what: GatherOf) -> DecomposedGather | DecomposedPackedGather:
+        if self.task.float8 is not None and not what.sums:
+            return DecomposedPackedGather(self, what)
+        return DecomposedGather(self, what)
 
-    def scatter(
-        self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool
-    ) -> DecomposedScatter:
-        return DecomposedScatter(self, sizes, other, dim, to_all, multiplies)
+    def scatter(self, what: ScatterOf) -> DecomposedScatter:
+        return DecomposedScatter(self, what)
 
     def end(self) -> None:
         """End the epoch, behind copies that are in flight."""
-        if not self.ws.in_place:
+        if not self.ws.reads_peers:
             transport.settle(self.ws)
         self.ws.steps.leave()
 
@@ -78,8 +73,9 @@ class Decomposed:
 class DecomposedGather:
     """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
 
-    def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, products: Sequence[str]) -> None:
-        self._ws, self._sizes, self._dim = on.ws, sizes, dim
+    def __init__(self, on: Decomposed, what: GatherOf) -> None:
+        sizes, other, self._dim, products, *_ = what
+        self._ws, self._sizes = on.ws, sizes
         self._begins, self._shape = offsets(sizes), (sum(sizes), other)
         self._dtype = on.task.dtype
         few = max(sizes) < FEW_ROWS
@@ -101,7 +97,7 @@ class DecomposedGather:
         for half in (0, 1):
             mine = self._part(half, own, own)
             whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._is_whole else mine
-            others = [(src, self._part(half, src if ws.in_place else own, src)) for src in self._others]
+            others = [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
             places.append((mine, whole, others))
         return ws.keep(self._key, places)
 
@@ -115,7 +111,7 @@ class DecomposedGather:
         ws, steps = self._ws, self._ws.steps
         # The layout of x in an arena: columns are published as they are if each chunk is multiplied on its own.
         rows = x.t() if self._dim == 1 and self._at_once else x
-        if not ws.in_place:
+        if not ws.reads_peers:
             self._push(rows)
             return
         places = ws.views.get(self._key) or self._lay_out()
@@ -146,7 +142,7 @@ class DecomposedGather:
             _, whole, others = places[steps.epoch & 1]
             for src, theirs in others:
                 steps.wait(src, self._slot)
-                if ws.in_place:
+                if ws.reads_peers:
                     copy = whole[begins[src] : begins[src + 1]].copy_
                     copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
             for each in products:
@@ -230,12 +226,12 @@ class DecomposedGather:
 class DecomposedPackedGather(PackedGather):
     """Gather of float8: on a CPU parts are read in place, on a GPU the copy engine pushes them."""
 
-    def __init__(self, on: Decomposed, sizes: Sequence[int], other: int, dim: int) -> None:
-        super().__init__(on.rank, sizes, other, dim)
+    def __init__(self, on: Decomposed, what: GatherOf) -> None:
+        super().__init__(on.rank, what)
         self._ws, self._in_blocks = on.ws, on.task.in_blocks
         pairs = zip(self._rows, self._cols, strict=True)
         self._stride = aligned(max(rows * packed_bytes(cols, blocks=self._in_blocks) for rows, cols in pairs))
-        self._offset, self._slot = on.layout.take(len(sizes) * self._stride)
+        self._offset, self._slot = on.layout.take(len(self._sizes) * self._stride)
 
     def _part(self, holder: int, src: int) -> Tensor:
         # The bytes of rank src's rows in rank holder's half.
@@ -249,7 +245,7 @@ class DecomposedPackedGather(PackedGather):
         with travelling(ws):
             for i in range(1, ws.world_size):
                 dst = (own - i) % ws.world_size
-                if not ws.in_place:
+                if not ws.reads_peers:
                     self._part(dst, own).copy_(mine)
                 steps.signal(dst, self._slot)
 
@@ -259,7 +255,7 @@ class DecomposedPackedGather(PackedGather):
         for i in range(1, ws.world_size):
             src = (own + i) % ws.world_size
             ws.steps.wait(src, self._slot)
-            yield src, unpacked(self._part(src if ws.in_place else own, src), self._cols[src], x)
+            yield src, unpacked(self._part(src if ws.reads_peers else own, src), self._cols[src], x)
 
 
 class DecomposedScatter:
@@ -269,17 +265,16 @@ class DecomposedScatter:
     one-shot.
     """
 
-    def __init__(
-        self, on: Decomposed, sizes: Sequence[int], other: int, dim: int, to_all: bool, multiplies: bool
-    ) -> None:
+    def __init__(self, on: Decomposed, what: ScatterOf) -> None:
         self._ws, self._dtype = on.ws, on.task.dtype
+        sizes, other, dim, multiplies, to_all = what
         self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
         self._begins = offsets(sizes)
         # In a one-shot sum every rank owns all of it.
         self._part = slice(0, None) if to_all else slice(self._begins[on.rank], self._begins[on.rank + 1])
         self._row_bytes = other * self._dtype.itemsize
         self._stride = aligned(max(sizes) * self._row_bytes)
-        self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.in_place
+        self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.reads_peers
         num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
         self._key, self._others, self._before = object(), on.others, on.before
@@ -299,7 +294,7 @@ class DecomposedScatter:
                 at, shape = self._offset + self._begins[rank] * self._row_bytes, (rows, self._other)
                 terms = [ws.view(src, half, at, shape, self._dtype) for src in every]
             else:
-                in_theirs = self._to_all and ws.in_place
+                in_theirs = self._to_all and ws.reads_peers
                 mine = self._view(half, rank, rank, rows)
                 terms = [self._view(half, src if in_theirs else rank, src, rows) for src in every]
             places.append((mine, terms))
@@ -320,7 +315,7 @@ class DecomposedScatter:
         for dst, part in self._owners:
             theirs = [(a[part], b) if self._dim == 0 else (a, b[:, part]) for a, b in terms]
             place = self._view(steps.epoch, dst, ws.rank, self._sizes[dst])
-            if ws.in_place or dst == ws.rank:
+            if ws.reads_peers or dst == ws.rank:
                 _multiply_into(theirs, place, dst)
                 steps.signal(dst, self._slot)
             else:
@@ -351,7 +346,7 @@ class DecomposedScatter:
     def _show(self, mine: Tensor) -> None:
         # Every peer reads the terms in place, or gets a copy.
         ws, steps = self._ws, self._ws.steps
-        if ws.in_place:
+        if ws.reads_peers:
             for dst in self._before:
                 steps.signal(dst, self._slot)
             return

@@ -1,8 +1,8 @@
 """Forms of the ops over a schedule's verbs, and `Prepared`: a task on one rank by one schedule, to be run many times.
 
-Each op has one of three forms, written once for all schedules with their verbs. A form runs in two or three stages: a
-wait for peers is in a later stage than the sends that it waits for. A rank in its own process runs the stages one after
-the other.
+Each op has one of three forms, written once for all schedules with their verbs. A form runs in one to three stages: a
+wait for peers is in a later stage than the sends that it waits for, or in the same kernel. A rank in its own process
+runs the stages one after the other.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..norms import Norm
 from ..op import Task
 from ..shards import even_sizes
-from .local import Alone, multiplied, with_norm
-from .verbs import PLAIN, Epilogue, Operands, Product, Verbs
+from . import SCHEDULES
+from .local import Alone, multiplied, norm_of, with_norm
+from .verbs import PLAIN, Epilogue, Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
 
-def _norm(task: Task, operands: Operands) -> Norm | None:
-    return Norm(task.norm, task.eps, operands["norm_weight"], operands.get("norm_bias")) if task.norm else None
-
-
 def _epilogue(task: Task, operands: Operands) -> Epilogue:
-    return Epilogue(operands.get("bias"), operands.get("residual"), norm=_norm(task, operands))
+    return Epilogue(operands.get("bias"), operands.get("residual"), norm=norm_of(task, operands))
 
 
 class Gathering:
@@ -43,15 +39,16 @@ class Gathering:
         assert task.dim == 0 or "right" not in task.shapes
         products = (self._first,) * len(self._weights) + (("outer",) if "right" in task.shapes else ())
         # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first.
-        self._turns = bool(task.leaves) and task.dim == 1
-        self._gather = on.gather(
-            task.sizes, cols if task.dim == 0 else rows, 0 if self._turns else task.dim,
-            products=() if self._turns else products, result=sum(task.shapes[b][1] for b, _ in self._weights),
-        )  # fmt: skip
+        self._by_rows = bool(task.leaves) and task.dim == 1
+        dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
+        num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
+        self._gather: Gather = on.gather(
+            GatherOf(task.sizes, cols if task.dim == 0 else rows, dim, kinds, result=num_columns)
+        )
         self.stages = self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
-        self._gather.start(operands["a"].t() if self._turns else operands["a"])
+        self._gather.start(operands["a"].t() if self._by_rows else operands["a"])
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._weights:
@@ -62,25 +59,19 @@ class Gathering:
             products.append(Product(self._first, operands[b], own, transposed))
         if "right" in operands:
             products.append(Product("outer", operands["right"]))
-        if self._turns:
+        if self._by_rows:
             return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
         return self._gather.multiply(operands["a"], products)
 
 
-class Scattering:
-    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
+class Summing:
+    """Base of the forms that sum terms, which are products or the operand itself."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
-        M, N = task.moved
+    def __init__(self, task: Task) -> None:
         self._task, self._multiplies, self._gathers = task, task.op.multiplies, "x" in task.shapes
         self._lefts, self._rights = task.each("a"), task.each("b")
-        self._scatter = on.scatter(
-            task.sizes, N if task.dim == 0 else M, task.dim, to_all=False, multiplies=self._multiplies
-        )
-        if self._gathers:
-            cols = task.shapes["x"][1]
-            self._gather = on.gather(task.sizes, cols, 0, products=("outer",), result=N, beside=True)
-        self.stages = self._start, self._finish
+        self._scatter: Scatter
+        self._gather: Gather
 
     def _start(self, operands: Operands) -> None:
         if self._gathers:
@@ -90,6 +81,19 @@ class Scattering:
             self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
         else:
             self._scatter.put(operands["a"])
+
+
+class Scattering(Summing):
+    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
+
+    def __init__(self, on: Verbs, task: Task) -> None:
+        super().__init__(task)
+        M, N = task.moved
+        self._scatter = on.scatter(ScatterOf(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
+        if self._gathers:
+            x = GatherOf(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
+            self._gather = on.gather(x)
+        self.stages = self._start, self._finish
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
@@ -102,32 +106,23 @@ class Scattering:
         return outs + self._gather.multiply(operands["x"], [Product("outer", left.t(), PLAIN, True) for left in lefts])
 
 
-class Reducing:
+class Reducing(Summing):
     """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
+        super().__init__(task)
         M, N = task.moved
-        self._task, self._multiplies = task, task.op.multiplies
-        self._lefts, self._rights = task.each("a"), task.each("b")
-        # This rank's part of the sum.
-        self._part = slice(0, None)
         if on.one_shot(task):
-            self._scatter = on.scatter((M,), N, 0, to_all=True, multiplies=self._multiplies)
+            self._scatter = on.scatter(ScatterOf((M,), N, 0, self._multiplies, to_all=True))
             self.stages: tuple[Any, ...] = self._start, self._sum
             return
         sizes = even_sizes(M, on.world_size)
-        self._scatter = on.scatter(sizes, N, 0, to_all=False, multiplies=self._multiplies)
-        self._gather = on.gather(sizes, N, 0, sums=True)
+        self._scatter = on.scatter(ScatterOf(sizes, N, 0, self._multiplies))
+        self._gather = on.gather(GatherOf(sizes, N, 0, sums=True))
         begin = sum(sizes[: on.rank])
+        # This rank's part of the sum.
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
         self.stages = self._start, self._show, self._finish
-
-    def _start(self, operands: Operands) -> None:
-        if self._multiplies:
-            take = operands.__getitem__
-            self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
-        else:
-            self._scatter.put(operands["a"])
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]
@@ -144,7 +139,7 @@ class Reducing:
         out = self._out
         del self._out
         # Norm the rows on arrival: sending them normed beside the sums would double the bytes.
-        return with_norm(_norm(self._task, operands), self._gather.whole(out[self._part], out))
+        return with_norm(norm_of(self._task, operands), self._gather.whole(out[self._part], out))
 
 
 # By kind, or by the name of an op that has a form of its own.
@@ -156,8 +151,8 @@ FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
 class Prepared:
     """Verbs of a schedule for a task, and the form that uses them.
 
-    `ws` is this rank's end of the group's symmetric memory, if the schedule uses it. `how` holds options of
-    `fused.Fused`.
+    `ws` is this rank's end of the group's symmetric memory, if the schedule uses it. `how` holds options of schedules
+    with kernels, see `fused.Fused`.
     """
 
     def __init__(
@@ -167,47 +162,18 @@ class Prepared:
         # One rank has nothing to share.
         self.ws = ws if ws is not None and ws.world_size > 1 else None
         on = self.on = self._verbs(group, how)
-        if task.algorithm == "ring" and not isinstance(on, Alone):
-            from .fused import Fused, FusedRing
-
-            if not isinstance(on, Fused):
-                raise ValueError("algorithm 'ring' is a kernel: use it with schedule 'fused'")
-            self.form: Any = FusedRing(on, task)
-        else:
-            form = FORMS.get(task.op.name, FORMS[task.op.kind])
-            self.form = self._one_kernel(on) or form(on, task)
+        self.form: Any = on.form() or FORMS.get(task.op.name, FORMS[task.op.kind])(on, task)
         *self._before, self._last = self.form.stages
         # The task's needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots
 
     def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
-        ws = self.ws
-        if ws is None and (group is None or group.size() == 1):
+        if self.ws is None and (group is None or group.size() == 1):
             return Alone(self.task.leaves)
-        # Imported late: a schedule loads modules that others do not need, and `fused` loads Triton.
-        if ws is None:
-            from .unfused import Unfused
-
-            assert group is not None
-            return Unfused(group, self.task)
-        if self.schedule == "decomposed":
-            from .decomposed import Decomposed
-
-            return Decomposed(ws, self.task)
-        if self.schedule == "fused":
-            from .fused import Fused
-
-            return Fused(ws, self.task, **how)
-        raise ValueError(f"schedule {self.schedule!r} has no verbs over shared memory")
-
-    def _one_kernel(self, on: Any) -> Any:
-        if self.ws is None or self.schedule != "fused":
-            return None
-        # Imported late, as `fused` is.
-        from . import one_kernel
-
-        return one_kernel.OneKernel(on, self.task) if one_kernel.is_for(on, self.task) else None
+        row = SCHEDULES[self.schedule]
+        row.check_algorithm(self.task.algorithm, self.schedule)
+        return row.load()(self.ws if row.shares_memory else group, self.task, **(how if row.has_kernels else {}))
 
     def go(self, operands: Operands) -> list[Tensor]:
         """Run every stage, for a rank in its own process. The workspace must have room and have begun the op."""

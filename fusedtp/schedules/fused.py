@@ -2,7 +2,7 @@
 
 `kernels.signal` documents the rules. A gather is part of the product that follows it: the first programs of that kernel
 push, or copies are issued before it. A sum takes two kernels: the first sends tiles to their owners and does not wait,
-the second adds them. With few rows, or sums in the switch, a matmul and all-reduce is one kernel (`one_kernel`).
+the second adds them. With few rows, or sums in the switch, a matmul and all-reduce is one kernel (`OneKernel`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_SHOT
+from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
 from ..kernels import operands
 from ..kernels.choices import applied, of_fields
@@ -23,25 +23,27 @@ from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
+from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..kernels.matmul_scatter import MatmulScatter
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
-from ..op import GATED, Task
+from ..op import GATED, MATMUL_ALL_REDUCE, Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import even_sizes
+from ..torch_private import outside_inference
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .local import multiplied, with_norm
-from .verbs import Epilogue, Operands, Product
+from .local import multiplied, norm_of, with_norm
+from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
     return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
-class Fused:
+class Fused(Verbs):
     """`verbs.Verbs` with persistent kernels.
 
     - `producer`: how gathered rows are sent: `auto`, `push`, `copy` or `multicast`.
@@ -50,7 +52,7 @@ class Fused:
     - `programs`: number of programs of a kernel; 0: as many as the device has room for.
     """
 
-    where, by_host = "in the kernel", False
+    where = "in the kernel"
 
     def __init__(
         self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
@@ -63,11 +65,20 @@ class Fused:
         self.layout = Layout()
         self.config: Config | None = None
         self.scales = "" if task.float8 is None else "blocks" if task.in_blocks else "rows"
-        # How the last run sent the gathered rows, and how it made sums with order "any".
-        self.sent_by = self.sums = ""
 
-    def end(self) -> None:
-        """Do nothing: kernels end the epoch."""
+    def form(self) -> Any:
+        if self.task.algorithm == "ring":
+            self.sums = "along the ring"
+            return FusedRing(self, self.task)
+        return OneKernel(self, self.task) if self._is_one_kernel() else None
+
+    def _is_one_kernel(self) -> bool:
+        # Not for several blocks, nor for a tree's leaves. Virtual ranks that share a device have too few programs.
+        # Those that run in phases need the programs that wait for nothing in a kernel of their own.
+        task = self.task
+        if task.op is not MATMUL_ALL_REDUCE or len(task.each("b")) > 1 or self.split or self.programs or task.leaves:
+            return False
+        return task.moved[0] <= ONE_KERNEL_ROWS or self.in_switch
 
     @property
     def in_switch(self) -> bool:
@@ -103,23 +114,18 @@ class Fused:
             self.sums = "in the switch" if found == IN_SWITCH else f"in the order of ranks: {why}"
         return found
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> FusedGather:  # fmt: skip
-        return FusedGather(self, tuple(sizes), other, dim, products, result, beside=beside, sums=sums)
+    def gather(self, what: GatherOf) -> FusedGather:
+        return FusedGather(self, what)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> FusedScatter:
-        return FusedScatter(self, tuple(sizes), other, dim, to_all, multiplies)
+    def scatter(self, what: ScatterOf) -> FusedScatter:
+        return FusedScatter(self, what)
 
 
 class FusedGather:
     """`verbs.Gather` with persistent kernels."""
 
-    def __init__(
-        self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, products: Sequence[str], result: int, *,
-        beside: bool, sums: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, on: Fused, what: GatherOf) -> None:
+        sizes, other, dim, products, result, beside, sums = what
         self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
         self._shape = (sum(sizes), other)
         self._begin = sum(sizes[: on.rank])
@@ -137,7 +143,7 @@ class FusedGather:
         self._per_tile = sums
         self._pushes = bool(products) and not beside
         # The number of products in one kernel, and the rows of each of their results.
-        self._alike = 0 if not products else tuple(products).count(products[0])
+        self._alike = 0 if not products else products.count(products[0])
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
@@ -177,7 +183,7 @@ class FusedGather:
 
     def start(self, x: Matrix) -> None:
         ws, on = self._ws, self._on
-        if ws.in_place and on.producer == "auto":
+        if ws.reads_peers and on.producer == "auto":
             # Every call on a CPU passes here.
             self._by = on.sent_by = "push"
         else:
@@ -261,7 +267,8 @@ class FusedGather:
 class FusedScatter:
     """`verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
-    def __init__(self, on: Fused, sizes: tuple[int, ...], other: int, dim: int, to_all: bool, multiplies: bool) -> None:
+    def __init__(self, on: Fused, what: ScatterOf) -> None:
+        sizes, other, dim, multiplies, to_all = what
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
         self._to_all, self._multiplies = to_all, multiplies
         begin = sum(sizes[: on.rank])
@@ -367,12 +374,9 @@ class FusedRing:
         region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
         self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 
-        self.stages = self._start, self._finish
+        self.stages = (self._run,)
 
-    def _start(self, operands: Operands) -> None:
-        pass
-
-    def _finish(self, operands: Operands) -> list[Tensor]:
+    def _run(self, operands: Operands) -> list[Tensor]:
         ws, x = self._ws, operands["a"]
         out = x.new_empty(self._task.results(ws.rank)[0])
         ring(
@@ -381,3 +385,53 @@ class FusedRing:
             config=self._config,
         )  # fmt: skip
         return [out]
+
+
+class OneKernel:
+    """Form of a matmul + all-reduce in one kernel, one-shot or two-shot: of few rows, or with sums in the switch.
+
+    Owners of a two-shot sum have columns.
+    """
+
+    def __init__(self, on: Fused, task: Task) -> None:
+        self._ws, self._task = on.ws, task
+        M, N = task.moved
+        to_all = on.one_shot(task)
+        switch, few = on.in_switch, M <= ONE_KERNEL_ROWS
+        # Few rows get a narrow tile: they have few tiles, and storing to all ranks takes registers for the addresses.
+        config = self._config = on.configure(M, 0 if few else N)
+        room = room_of(M, N, on.world_size, config, to_all=to_all)
+        region = on.layout.region(on.world_size * M, room.cols, task.dtype, slots=room.slots)
+        self._places: dict[str, int] = {}
+        if not to_all:
+            sums = on.layout.region(M, N, task.dtype, slots=room.sums)
+            self._places = {"sums_row": sums.row, "sums_pitch": sums.pitch, "second_slot": sums.slot}
+        self._launch = MatmulAllReduce(
+            task.op.number, on.world_size, on.rank, to_all=to_all, pitch=region.pitch, config=config,
+            scales=on.scales, switch=switch,
+            adders=0 if few else num_adders(on.ws.hardware, on.world_size),
+        )  # fmt: skip
+        self._arrivals: Tensor | None = None
+        self.stages = (self._run,)
+
+    def _run(self, given: Operands) -> list[Tensor]:
+        task, ws = self._task, self._ws
+        a, b, bias, residual = given["a"], given["b"], given.get("bias"), given.get("residual")
+        channel = ws.channel()
+        scales: Any = None
+        if type(a) is Quantized:
+            scales = scales_of([a], [b], channel.data.view(task.dtype))
+            a, b = a.data, b.data
+        out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
+        arrivals = self._arrivals if self._arrivals is not None else self._zeros()
+        # Every call passes here.
+        added = None if residual is None else operands.outputs_of(residual)
+        epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), added)
+        self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
+        return with_norm(norm_of(task, given), out) if task.norm else [out]
+
+    @outside_inference
+    def _zeros(self) -> Tensor:
+        # Programs count in these, and kernels leave them at zero.
+        self._arrivals = torch.zeros(self._config.programs, dtype=torch.int32, device=self._ws.device)
+        return self._arrivals

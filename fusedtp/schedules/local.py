@@ -26,7 +26,7 @@ from ..op import GATED, Task
 from ..scaled import Matrix, Quantized, by_columns
 from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
 
 # The fast paths to a matmul call `padded` only for these.
 NARROW = (torch.bfloat16, torch.float16)
@@ -86,12 +86,10 @@ def tree_product(
     return out
 
 
-class Alone:
+class Alone(Verbs):
     """`verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
 
-    where, by_host, sent_by, layout = "after it", False, "", None
-
-    rank, world_size = 0, 1
+    rank, world_size, sums = 0, 1, "of one rank"
 
     def __init__(self, leaves: int = 0) -> None:
         self._leaves = leaves
@@ -99,13 +97,10 @@ class Alone:
     def one_shot(self, task: Task) -> bool:
         return True
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> LocalGather:  # fmt: skip
-        return LocalGather(dim, self._leaves)
+    def gather(self, what: GatherOf) -> LocalGather:
+        return LocalGather(what.dim, self._leaves)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> LocalScatter:
+    def scatter(self, what: ScatterOf) -> LocalScatter:
         return LocalScatter(self._leaves)
 
 
@@ -159,6 +154,11 @@ def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epil
         if added is not None:
             out.add_(added)
     return out.to(terms[0][0].dtype)
+
+
+def norm_of(task: Task, operands: Operands) -> Norm | None:
+    """Return the norm at the task's end, if any."""
+    return Norm(task.norm, task.eps, operands["norm_weight"], operands.get("norm_bias")) if task.norm else None
 
 
 def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
@@ -352,8 +352,9 @@ class PackedGather:
     rounded once.
     """
 
-    # sizes, dim: see `verbs.Verbs`. Rank r's part has `rows[r]` rows of `cols[r]` elements.
-    def __init__(self, rank: int, sizes: Sequence[int], other: int, dim: int) -> None:
+    # Rank r's part has `rows[r]` rows of `cols[r]` elements.
+    def __init__(self, rank: int, what: GatherOf) -> None:
+        sizes, other, dim, *_ = what
         self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
         self._rows = [size if dim == 0 else other for size in sizes]
         self._cols = [other if dim == 0 else size for size in sizes]

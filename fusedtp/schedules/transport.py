@@ -31,7 +31,7 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
     alone = not task.op.multiplies
     found = way_of(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone, switch=switch)
     # The model has no switch for a CPU: there kernels visit the ranks one by one.
-    return IN_SWITCH if switch and ws.in_place and found == TWO_SHOT else found
+    return IN_SWITCH if switch and ws.reads_peers and found == TWO_SHOT else found
 
 
 def side_stream(ws: Workspace) -> torch.cuda.Stream:

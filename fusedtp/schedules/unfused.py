@@ -20,13 +20,13 @@ from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
 from .local import PackedGather, multiplied, sum_into, with_norm
-from .verbs import Epilogue, Product
+from .verbs import Epilogue, GatherOf, Product, ScatterOf, Verbs
 
 
-class Unfused:
+class Unfused(Verbs):
     """`verbs.Verbs` with torch.distributed."""
 
-    where, by_host, sent_by, layout = "after it", False, "", None
+    sums = "as the process group adds"
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
         self._float8, self.blocks = task.float8 is not None, task.in_blocks
@@ -34,30 +34,22 @@ class Unfused:
         self.rank, self.world_size = group.rank(), group.size()
 
     def one_shot(self, task: Task) -> bool:
-        """Return True: the backend has an all-reduce and chooses its algorithm, so ValueError for any but auto."""
-        if task.algorithm != "auto":
-            raise ValueError(
-                f"{task.op.name}: schedule 'unfused' has no algorithm {task.algorithm!r}, the process group's backend "
-                "picks its own: use algorithm='auto', or schedule 'decomposed' or 'fused'"
-            )
+        """Return True: the backend has an all-reduce, and chooses its algorithm."""
         return True
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> UnfusedGather | UnfusedPackedGather:  # fmt: skip
-        return UnfusedPackedGather(self, sizes, other, dim) if self._float8 else UnfusedGather(self, sizes, dim)
+    def gather(self, what: GatherOf) -> UnfusedGather | UnfusedPackedGather:
+        return UnfusedPackedGather(self, what) if self._float8 else UnfusedGather(self, what)
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> UnfusedScatter:
-        return UnfusedScatter(self, sizes, other, dim, to_all)
+    def scatter(self, what: ScatterOf) -> UnfusedScatter:
+        return UnfusedScatter(self, what)
 
 
 class UnfusedGather:
     """`verbs.Gather` with torch.distributed."""
 
-    def __init__(self, on: Unfused, sizes: Sequence[int], dim: int) -> None:
-        self._on, self._sizes, self._dim, self._longest = on, sizes, dim, max(sizes)
-        self._even = all(size == self._longest for size in sizes)
+    def __init__(self, on: Unfused, what: GatherOf) -> None:
+        self._on, self._sizes, self._dim, self._longest = on, what.sizes, what.dim, max(what.sizes)
+        self._even = len(set(what.sizes)) == 1
 
     def start(self, x: Tensor) -> None:
         # A collective concatenates rows: transposing this part is cheaper than reordering all parts on arrival.
@@ -103,8 +95,8 @@ class UnfusedGather:
 class UnfusedPackedGather(PackedGather):
     """Gather of float8 by one collective, of rows padded to the largest number and length."""
 
-    def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int) -> None:
-        super().__init__(on.rank, sizes, other, dim)
+    def __init__(self, on: Unfused, what: GatherOf) -> None:
+        super().__init__(on.rank, what)
         self._on, self._row_bytes = on, packed_bytes(max(self._cols), blocks=on.blocks)
 
     def start(self, x: Quantized) -> None:
@@ -139,10 +131,10 @@ class UnfusedPackedGather(PackedGather):
 class UnfusedScatter:
     """`verbs.Scatter` with torch.distributed."""
 
-    def __init__(self, on: Unfused, sizes: Sequence[int], other: int, dim: int, to_all: bool) -> None:
-        self._on, self._sizes, self._other, self._dim, self._to_all = on, sizes, other, dim, to_all
-        self._begins, self._longest = offsets(sizes), max(sizes)
-        self._even = to_all or all(size == self._longest for size in sizes)
+    def __init__(self, on: Unfused, what: ScatterOf) -> None:
+        self._on, self._sizes, self._dim, self._to_all = on, what.sizes, what.dim, what.to_all
+        self._begins, self._longest = offsets(what.sizes), max(what.sizes)
+        self._even = len(set(what.sizes)) == 1
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         if self._dim == 1:

@@ -53,6 +53,38 @@ class Product(NamedTuple):
     transposed: bool = False
 
 
+class GatherOf(NamedTuple):
+    """Matrix to gather, of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
+
+    - `products`: the kinds of the products to come.
+    - `result`: the columns of all products of the first kind together, from which the tile is chosen.
+    - `beside`: whether the gather is in flight during something else (`start_beside`).
+    - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
+    """
+
+    sizes: tuple[int, ...]
+    other: int
+    dim: int
+    products: tuple[str, ...] = ()
+    result: int = 0
+    beside: bool = False
+    sums: bool = False
+
+
+class ScatterOf(NamedTuple):
+    """Sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
+
+    - `multiplies`: whether terms are products, else tensors that are `put`.
+    - `to_all`: every rank owns the whole sum.
+    """
+
+    sizes: tuple[int, ...]
+    other: int
+    dim: int
+    multiplies: bool
+    to_all: bool = False
+
+
 class Gather(Protocol):
     """One gather of a task. x is this rank's part: pass the same x to every method. float8 scales travel with rows."""
 
@@ -86,41 +118,36 @@ class Scatter(Protocol):
 
 
 class Verbs(Protocol):
-    """Schedule on one rank, for one task.
+    """Schedule on one rank, for one task. A class of verbs is made of a workspace, or of a group, and the task.
 
     - `where`: where the schedule applies an epilogue, in words.
     - `sent_by`: how the last run sent what it gathered, or "".
+    - `sums`: the reduction order if a task may have any.
     - `by_host`: whether the host makes the protocol's steps; otherwise kernels do.
     - `layout`: the needs of arenas and signals, if the schedule shares memory.
     """
 
     rank: int
     world_size: int
-    where: str
-    by_host: bool
-    sent_by: str
-    layout: Any
+    where: str = "after it"
+    by_host: bool = False
+    sent_by: str = ""
+    sums: str = ""
+    layout: Any = None
 
-    def gather(
-        self, sizes: Sequence[int], other: int, dim: int, *, products: Sequence[str] = (), result: int = 0,
-        beside: bool = False, sums: bool = False,
-    ) -> Gather:  # fmt: skip
-        """Return a gather of a matrix of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
+    def form(self) -> Any:
+        """Return the task's form if the schedule has one of its own, else None: see `forms`."""
+        return None
 
-        - `products`: the kinds of the products to come.
-        - `result`: the columns of all products of the first kind together, from which the tile is chosen.
-        - `beside`: whether the gather is in flight during something else (`start_beside`).
-        - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
-        """
+    def gather(self, what: GatherOf) -> Any:
+        """Return a `Gather` of a matrix."""
 
-    def scatter(self, sizes: Sequence[int], other: int, dim: int, *, to_all: bool, multiplies: bool) -> Scatter:
-        """Return a scatter of a sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
-
-        With `to_all` every rank owns the whole sum.
-        """
+    def scatter(self, what: ScatterOf) -> Any:
+        """Return a `Scatter` of a sum."""
 
     def one_shot(self, task: Task) -> bool:
         """Return whether an all-reduce sends all terms to every rank; otherwise to owners, who then send their sums."""
 
     def end(self) -> None:
         """End the epoch after the last stage, if the host makes the protocol's steps. Kernels end it themselves."""
+        return

@@ -72,7 +72,7 @@ class Workspace(Failing):
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device = device
         # True if a matmul may read a peer's memory in place. On a GPU that would load the same data many times.
-        self.in_place = self._on_host = device.type == "cpu"
+        self.reads_peers = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
         self.seconds = timeouts.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None

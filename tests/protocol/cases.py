@@ -73,7 +73,7 @@ def _host(
     second: bool = False,
 ) -> Op:  # fmt: skip
     def run(ws: Workspace, sizes: tuple[int, ...]) -> object:
-        ws.in_place = not copies
+        ws.reads_peers = not copies
         operands = _operands(op, ws.rank, sizes, dim, second)
         lengths = () if "all_reduce" in op else sizes
         task = direct.task_of(op, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
