@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -262,28 +261,3 @@ def compiled(group: ProcessGroup) -> None:
 
 def test_compiled_whole(pool: RankPool) -> None:
     pool.run(compiled, world_size=2, timeout=120)
-
-
-BAD: list[tuple[Callable[[nn.Module, DeviceMesh], Any], type[Exception], str]] = [
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj"), ValueError, "two linears or more"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "q_proj"), ValueError, "two linears or more"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", 3), TypeError, "takes the linears' names, got 3"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "z")._apply(module, mesh), ValueError, "Attention has no 'z'"),
-    (
-        lambda module, mesh: fusedtp.FusedGroup("q_proj", "")._apply(module, mesh),
-        NotImplementedError, "is for nn.Linear, got Attention",
-    ),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "k_proj", schedule="x"), ValueError, "schedule must be one of"),
-]  # fmt: skip
-
-
-def refused(group: ProcessGroup) -> None:
-    mesh, module = DeviceMesh.from_group(group, "cpu"), Attention()
-    for call, kind, message in BAD:
-        with pytest.raises(kind, match=message):
-            call(module, mesh)
-    assert all(type(each) is nn.Linear for each in module.children()), "nothing may be changed by what is refused"
-
-
-def test_bad_groups(pool: RankPool) -> None:
-    pool.run(refused, world_size=2)

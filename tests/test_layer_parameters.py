@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
-from .test_checkpoint import whole
-from .test_layer_state import HIDDEN, INNER, close
+from .test_layer_state import HIDDEN, INNER, close, whole
 
 
 def own_sizes(group: ProcessGroup, path: str) -> None:

@@ -27,13 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-
-from .test_checkpoint import assert_same, whole
 
 # Features of which 2 and 4 ranks have unlike shards; over 4 ranks the last has none of INNER's 9.
 HIDDEN, INNER, ROWS = 6, 9, 8
@@ -126,11 +124,44 @@ def trained(
     return norms
 
 
-def made(group: ProcessGroup, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    ours = model(group, seed)
+def styled(group: ProcessGroup, seed: int) -> nn.Module:
+    """Plain linears under styles, tokens split over the ranks."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    into, out = {"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}
+    plan: dict[str, Any] = {"0": fusedtp.FusedColwiseParallel(**into), "2": fusedtp.FusedRowwiseParallel(**out)}
+    return parallelize_module(plain(seed), mesh, plan)
+
+
+def plain(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
+
+
+def made(group: ProcessGroup, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ours = model(group, seed) if kind == "layers" else styled(group, seed)
     optimizer = torch.optim.AdamW(ours.parameters(), **OPTIONS)  # type: ignore[arg-type]
     trained(ours, group, optimizer, 2, None)
     return ours, optimizer
+
+
+def whole(value: Any) -> Any:
+    """Return a state with every DTensor gathered."""
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def assert_same(got: Any, expected: Any, name: str) -> None:
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), name
+        for key, value in expected.items():
+            assert_same(got[key], value, f"{name} {key}")
+    elif isinstance(expected, Tensor):
+        assert torch.equal(got, expected), name
+    else:
+        assert got == expected, name
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -138,37 +169,48 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def save(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """The whole state, and y of all ranks after one more step."""
-    ours, optimizer = made(group, 0)
-    saved = state(ours, optimizer)
-    dcp.save(saved, checkpoint_id=path, process_group=group)
-    return copy.deepcopy(whole(saved)), after(group, ours, optimizer)
-
-
-def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Tensor]:
+    """The whole state, and y here after one more step."""
+    now = copy.deepcopy(whole(state(ours, optimizer)))
     trained(ours, group, optimizer, 1, 1.0)
     with torch.inference_mode():
-        return [ours(mine(inputs(9)[0], group))]
+        return now, ours(mine(inputs(9)[0], group))
 
 
-def load(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
-    ours, optimizer = made(group, 1)
+def save(group: ProcessGroup, kind: str, path: str) -> tuple[dict[str, Any], Tensor]:
+    ours, optimizer = made(group, kind, 0)
+    dcp.save(state(ours, optimizer), checkpoint_id=path, process_group=group)
+    return after(group, ours, optimizer)
+
+
+def load(group: ProcessGroup, kind: str, path: str) -> tuple[dict[str, Any], Tensor]:
+    ours, optimizer = made(group, kind, 1)
     loaded = state(ours, optimizer)
     dcp.load(loaded, checkpoint_id=path, process_group=group)
     set_state_dict(ours, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return copy.deepcopy(whole(state(ours, optimizer))), after(group, ours, optimizer)
+    return after(group, ours, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [4, 2, 1])
-def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+def load_plain(group: ProcessGroup, kind: str, path: str) -> dict[str, Tensor]:
+    """Into a model that knows nothing of ranks."""
+    loaded = {"model": dense(1).state() if kind == "layers" else plain(1).state_dict()}
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
+    return loaded["model"]
+
+
+@pytest.mark.parametrize("kind", ["layers", "styles"])
+def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
     """Parameters and AdamW's moments arrive bit by bit; the next step and its outputs are the same."""
-    replies = pool.run(save, str(tmp_path), world_size=2)
-    saved, y = replies[0][0], torch.cat([reply[1][0] for reply in replies])
-    replies = pool.run(load, str(tmp_path), world_size=world_size)
-    for loaded, _ in replies:
-        assert_same(loaded, saved, "")
-    close(torch.cat([reply[1][0] for reply in replies]), y, "y after one more step")
+    replies = pool.run(save, kind, str(tmp_path), world_size=2)
+    saved, y = replies[0][0], torch.cat([reply[1] for reply in replies])
+    for world_size in (4, 1):
+        replies = pool.run(load, kind, str(tmp_path), world_size=world_size)
+        for loaded, _ in replies:
+            assert_same(loaded, saved, "")
+        close(torch.cat([reply[1] for reply in replies]), y, "y after one more step")
+    found = pool.run(load_plain, kind, str(tmp_path), world_size=1)[0]
+    assert found.keys() == saved["model"].keys()
+    assert all(torch.equal(found[key], value) for key, value in saved["model"].items())
 
 
 def dense_states(group: ProcessGroup) -> None:
@@ -211,7 +253,6 @@ def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("AdamW", {"lr": 0.01, "foreach": False}),
         ("AdamW", {"lr": 0.01, "foreach": True}),
         ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}),
     ],
@@ -239,8 +280,10 @@ def copied(group: ProcessGroup) -> None:
     close(y_double.float(), y, "y in float64")
     y_double.sum().backward()
     assert {p.grad.dtype for p in double.parameters() if p.grad is not None} == {torch.float64}
-    # Made without values, then with those of the same seed.
-    empty = model(group, 6, "meta").to_empty(device="cpu")
+    # Made without values, which draws none, then with those of the same seed.
+    empty, drawn = model(group, 6, "meta").to_empty(device="cpu"), torch.rand(1)
+    torch.manual_seed(6)
+    assert torch.equal(drawn, torch.rand(1))
     torch.manual_seed(6)
     for each in (empty.up, empty.down, empty.mix, empty.mlp.gate_up_proj, empty.mlp.down_proj):
         each.reset_parameters()
@@ -291,42 +334,6 @@ def test_fsdp_on_the_other_axis(pool: RankPool, on_meta: bool) -> None:
     pool.run(with_fsdp, on_meta)
 
 
-class WithNorm(nn.Module):
-    """A layer beside parameters of nn.Module's own, which every rank has alike."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(HIDDEN), mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(x))  # type: ignore[no-any-return]
-
-
-def clipped_beside_plain(group: ProcessGroup) -> None:
-    torch.manual_seed(2)
-    ours = WithNorm(fusedtp.ParallelMLP(HIDDEN, INNER, group=group))
-    torch.manual_seed(2)
-    theirs = WithNorm(nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN)))
-    x, dy = inputs(0)
-    theirs(x).backward(dy)
-    ours(mine(x, group)).backward(mine(dy, group))
-    for p in ours.norm.parameters():
-        assert p.grad is not None
-        p.grad = fusedtp.all_reduce(p.grad, group=group)
-    with implicit_replication():
-        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
-    assert isinstance(norm, DTensor)
-    close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), "norm")
-    for p, ref in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.grad is not None
-        assert ref.grad is not None
-        close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, ref.grad, "clipped gradient")
-
-
-def test_clipping_beside_plain_parameters(pool: RankPool) -> None:
-    pool.run(clipped_beside_plain, world_size=2)
-
-
 def over_four(group: ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(2)
@@ -346,15 +353,3 @@ def over_four(group: ProcessGroup) -> None:
 
 def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
     pool.run(over_four)
-
-
-def biases(group: ProcessGroup) -> list[float]:
-    torch.manual_seed(group.rank())
-    layer = fusedtp.RowParallelLinear(4, 3, group=group)
-    assert isinstance(layer.bias, DTensor)
-    return layer.bias.to_local().tolist()
-
-
-def test_a_whole_bias_is_the_same_where_seeds_differ(pool: RankPool) -> None:
-    first, second = pool.run(biases, world_size=2)
-    assert first == second

@@ -57,11 +57,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     tuning.write(target, tuning.dump(Table(tuning.identity(), samples, {2: RATES})))
     assert [path.name for path in target.parent.iterdir()] == ["tuning.json"]
     table, content, ignored = tuning.load(target)
-    assert table is not None
     assert (table.samples, ignored) == (samples, "")
     assert table == tuning.parse(content)
     machine = table.hardware(3)
-    assert machine is not None
     assert (machine.launch_us, machine.memory_gbps, machine.link_gbps) == (100.0, 10.0, 1.0)
 
 
@@ -142,18 +140,15 @@ def test_the_nearest_measurement_decides() -> None:
         sample(256, 512, n=4, unfused=3.0, decomposed=2.0),
     )
     small = decide(known, 256, 512)
-    assert small is not None
     assert small[0] == "unfused"
     assert (
         small[1]
         == "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks, the nearest size measured here"
     )
     large = decide(known, 4000, 4100)
-    assert large is not None
     assert large[0] == "decomposed"
     assert "decomposed 2.00x as fast as unfused at 4096x4096" in large[1]
     other = decide(known, 256, 512, n=5)
-    assert other is not None
     assert other[0] == "decomposed"
     assert "on 4 ranks" in other[1]
     assert decide(known, 256, 512, dtype="bfloat16") is None
@@ -164,14 +159,11 @@ def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     # Measured where a wait is all that matters; with a thousand times the bytes the slow backend loses.
     known = table(sample(64, 64, 64, unfused=1.0, decomposed=1.1))
     near, far = decide(known, 64, 64), decide(known, 4096, 4096)
-    assert near is not None
-    assert far is not None
     assert (near[0], far[0]) == ("unfused", "decomposed")
     assert far[1].startswith("predicted from what was measured: decomposed ")
     assert "though not at 64x64" in far[1]
     # The correction itself: measured over predicted there, times predicted here.
     machine = known.hardware(2)
-    assert machine is not None
     there, here = (
         cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), machine).times
         for size in (64, 4096)
@@ -181,7 +173,6 @@ def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     assert f"decomposed {ratio:.2f}x as fast as unfused" in far[1]
     # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
     tiny = decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)
-    assert tiny is not None
     assert tiny[0] == "decomposed"
 
 
@@ -214,18 +205,15 @@ def test_quartiles_and_what_is_more_than_noise_are_kept(tmp_path: Path) -> None:
 def test_a_difference_that_is_noise_decides_nothing() -> None:
     noise = timed(unfused=1.0, decomposed=1.02)
     made = decide(table(noise), 256, 512)
-    assert made is not None
     assert made[0] == "decomposed"
     where = "256x512 on 2 ranks, the nearest size measured here"
     assert made[1] == f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
     # as it did where noise was not judged, or where it is more than that
     for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
         made = decide(table(told), 256, 512)
-        assert made is not None
         assert made[0] == "unfused"
     # what is usual and the fastest anyway needs no such words
     made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
-    assert made is not None
     assert made[1].startswith("measured: decomposed 1.02x as fast as unfused")
 
 
@@ -236,13 +224,10 @@ def test_on_a_gpu_noise_leaves_it_to_the_prediction() -> None:
     query = ("all_gather_matmul", "bfloat16", 8, 8192, 8192, allowed)
     predicted = tuning.decide(None, h100, *query)
     made = tuning.decide(Table({"cpu": "any"}, (noise,), {}), h100, *query)
-    assert predicted is not None
-    assert made is not None
     assert (predicted[0], made[0]) == ("fused", "fused")
     assert "which is noise" in made[1]
     slow = replace(timed(fused=3.0, decomposed=1.0, unfused=1.0), **at)
     made = tuning.decide(Table({"cpu": "any"}, (slow,), {}), h100, *query)
-    assert made is not None
     assert made[0] != "fused"
 
 
@@ -273,7 +258,6 @@ def test_empty_tensors_and_short_tables_are_decided() -> None:
 def test_a_gpu_without_measurements_is_predicted() -> None:
     h100 = HARDWARE["h100"]
     made = tuning.decide(None, h100, "all_gather_matmul", "bfloat16", 8, 8192, 8192, ("fused", "decomposed", "unfused"))
-    assert made is not None
     assert made[0] == "fused"
     assert made[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
     alone = tuning.decide(None, h100, "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
@@ -373,7 +357,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = run(app, ["tune", "--world-size", "2", "--seconds", "0", "--dtype", "fp8"])
     assert again.exit_code == 0, again.output
     both, _, _ = tuning.load(target)
-    assert both is not None
     # float8 is only multiplied, and what was measured of another dtype stays.
     float8 = [each for each in both.samples if each.dtype == FLOAT8]
     assert {(each.op, each.rows) for each in float8} == {(op, 32) for op in OPS}
