@@ -80,6 +80,15 @@ def logits_of(model: nn.Module, **options: Any) -> Any:
     return outputs_of(model, **options).logits
 
 
+def learn_alike(model: nn.Module, dense: nn.Module) -> None:
+    """Compare the loss and every gradient of one call."""
+    expected, got = loss_of(dense), loss_of(model)
+    close(got, expected, "loss")
+    expected.backward()
+    got.backward()
+    gradients_are_those_of(model, dense)
+
+
 def put_on_later(dense: Any, model: Any, rank: int) -> None:
     """A second adapter, others made of two, several in one batch, and one that is loaded."""
     from peft.tuners.lora import layer
@@ -98,11 +107,7 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
         torch.manual_seed(24 if each is dense or rank == 0 else 99)
         each.add_adapter("second", config)
         each.set_adapter("second")
-    expected, got = map(loss_of, both)
-    close(got, expected, "second")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(model, dense)
+    learn_alike(model, dense)
     for each in both:
         each.eval().zero_grad()
     for kind in ("cat", "svd", "dare_linear"):
@@ -157,11 +162,7 @@ def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -
     dense = adapted(name)
     model = copy.deepcopy(dense)
     assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
-    expected, got = loss_of(dense), loss_of(model)
-    close(got, expected, "loss")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(model, dense)
+    learn_alike(model, dense)
     for each in (dense.eval(), model.eval()):
         each.zero_grad()
     if name != "norms":
@@ -237,11 +238,7 @@ def put_on_afterwards(group: ProcessGroup) -> None:
     for key, parameter in [pair for each in both for pair in each.named_parameters()]:
         if "lora_" in key:
             nn.init.constant_(parameter, 0.2)
-    expected, got = map(loss_of, both)
-    close(got, expected, "loss")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(both[1], both[0])
+    learn_alike(both[1], both[0])
 
 
 def test_put_on_afterwards(pool: RankPool) -> None:
