@@ -129,8 +129,11 @@ def table(*samples: Sample) -> Table:
     return tuning.parse(text(*samples))
 
 
-def decide(known: Table | None, rows: int, cols: int, n: int = 2, dtype: str = "float32") -> tuple[str, str] | None:
-    return tuning.decide(known, None, "all_gather_matmul", dtype, n, rows, cols, BOTH)
+def decide(
+    known: Table | None, rows: int, cols: int, n: int = 2, dtype: str = "float32", gpu: Any = None
+) -> tuple[str, str] | None:
+    allowed = ("fused", *BOTH) if gpu else BOTH
+    return tuning.decide(known, gpu, "all_gather_matmul", dtype, n, rows, cols, allowed)
 
 
 def test_the_nearest_measurement_decides() -> None:
@@ -139,20 +142,18 @@ def test_the_nearest_measurement_decides() -> None:
         sample(4096, 4096, unfused=300.0, decomposed=150.0),
         sample(256, 512, n=4, unfused=3.0, decomposed=2.0),
     )
-    small = decide(known, 256, 512)
-    assert small[0] == "unfused"
-    assert (
-        small[1]
-        == "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks, the nearest size measured here"
-    )
-    large = decide(known, 4000, 4100)
-    assert large[0] == "decomposed"
-    assert "decomposed 2.00x as fast as unfused at 4096x4096" in large[1]
+    at = "the nearest size measured here"
+    small = "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks"
+    assert decide(known, 256, 512) == ("unfused", f"{small}, {at}")
+    large = "measured: decomposed 2.00x as fast as unfused at 4096x4096 on 2 ranks"
+    assert decide(known, 4000, 4100) == ("decomposed", f"{large}, {at}")
     other = decide(known, 256, 512, n=5)
     assert other[0] == "decomposed"
     assert "on 4 ranks" in other[1]
-    assert decide(known, 256, 512, dtype="bfloat16") is None
-    assert decide(None, 256, 512) is None
+    assert decide(known, 256, 512, dtype="bfloat16") is decide(None, 256, 512) is None
+    # Empty tensors, and tables of one schedule.
+    assert decide(table(sample()), 0, 512) is not None
+    assert decide(table(sample(unfused=1.0)), 256, 512) is None
 
 
 def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
@@ -163,17 +164,14 @@ def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     assert far[1].startswith("predicted from what was measured: decomposed ")
     assert "though not at 64x64" in far[1]
     # The correction itself: measured over predicted there, times predicted here.
-    machine = known.hardware(2)
     there, here = (
-        cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), machine).times
+        cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), known.hardware(2)).times
         for size in (64, 4096)
     )
-    off = {name: 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
-    ratio = (here["unfused"] + off["unfused"]) / (here["decomposed"] + off["decomposed"])
-    assert f"decomposed {ratio:.2f}x as fast as unfused" in far[1]
+    times = {name: here[name] + 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
+    assert f"decomposed {times['unfused'] / times['decomposed']:.2f}x as fast as unfused" in far[1]
     # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
-    tiny = decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)
-    assert tiny[0] == "decomposed"
+    assert decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)[0] == "decomposed"
 
 
 SPREAD = np.array([0.9, 0.97, 1.0, 1.03, 1.1])
@@ -204,31 +202,31 @@ def test_quartiles_and_what_is_more_than_noise_are_kept(tmp_path: Path) -> None:
 
 def test_a_difference_that_is_noise_decides_nothing() -> None:
     noise = timed(unfused=1.0, decomposed=1.02)
-    made = decide(table(noise), 256, 512)
-    assert made[0] == "decomposed"
     where = "256x512 on 2 ranks, the nearest size measured here"
-    assert made[1] == f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
+    said = f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
+    assert decide(table(noise), 256, 512) == ("decomposed", said)
     # as it did where noise was not judged, or where it is more than that
     for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
-        made = decide(table(told), 256, 512)
-        assert made[0] == "unfused"
+        assert decide(table(told), 256, 512)[0] == "unfused"
     # what is usual and the fastest anyway needs no such words
     made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
     assert made[1].startswith("measured: decomposed 1.02x as fast as unfused")
 
 
 def test_on_a_gpu_noise_leaves_it_to_the_prediction() -> None:
-    h100, allowed = HARDWARE["h100"], ("fused", "decomposed", "unfused")
-    at = {"op": "all_gather_matmul", "world_size": 8, "dtype": "bfloat16", "rows": 8192, "cols": 8192, "third": 1024}
+    query: dict[str, Any] = {"rows": 8192, "cols": 8192, "n": 8, "dtype": "bfloat16", "gpu": HARDWARE["h100"]}
+    at = {"world_size": 8, "dtype": "bfloat16", "rows": 8192, "cols": 8192, "third": 1024}
     noise = replace(timed(fused=1.02, decomposed=1.0, unfused=3.0), **at)
-    query = ("all_gather_matmul", "bfloat16", 8, 8192, 8192, allowed)
-    predicted = tuning.decide(None, h100, *query)
-    made = tuning.decide(Table({"cpu": "any"}, (noise,), {}), h100, *query)
-    assert (predicted[0], made[0]) == ("fused", "fused")
-    assert "which is noise" in made[1]
     slow = replace(timed(fused=3.0, decomposed=1.0, unfused=1.0), **at)
-    made = tuning.decide(Table({"cpu": "any"}, (slow,), {}), h100, *query)
-    assert made[0] != "fused"
+    predicted, made, other = (
+        decide(known, **query) for known in (None, *(Table({"cpu": "any"}, (each,), {}) for each in (noise, slow)))
+    )
+    assert (predicted[0], made[0]) == ("fused", "fused")
+    assert predicted[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
+    assert "which is noise" in made[1]
+    assert other[0] != "fused"
+    alone = tuning.decide(None, HARDWARE["h100"], "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
+    assert alone == ("unfused", "predicted for NVIDIA H100 SXM: unfused alone can run")
 
 
 def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
@@ -248,20 +246,6 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     shown = CliRunner().invoke(app, ["tune", "--help"]).output
     for column in ("travels", "third", "quartiles", "fastest", "by how many times"):
         assert column in " ".join(shown.split())
-
-
-def test_empty_tensors_and_short_tables_are_decided() -> None:
-    assert decide(table(sample()), 0, 512) is not None
-    assert decide(table(sample(unfused=1.0)), 256, 512) is None
-
-
-def test_a_gpu_without_measurements_is_predicted() -> None:
-    h100 = HARDWARE["h100"]
-    made = tuning.decide(None, h100, "all_gather_matmul", "bfloat16", 8, 8192, 8192, ("fused", "decomposed", "unfused"))
-    assert made[0] == "fused"
-    assert made[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
-    alone = tuning.decide(None, h100, "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
-    assert alone == ("unfused", "predicted for NVIDIA H100 SXM: unfused alone can run")
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
