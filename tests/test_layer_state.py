@@ -107,16 +107,17 @@ def close(got: Tensor, expected: Tensor, name: str) -> None:
 
 
 def trained(
-    model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None
-) -> list[float]:
-    """The gradient's norm at every step; the loss is the sum over all rows, each rank's its own."""
+    model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None,
+    share: float = 1,
+) -> list[float]:  # fmt: skip
+    """The gradient's norm at every step; the loss is a share of the sum over all rows, each rank's its own."""
     norms = []
     for step in range(steps):
         x, target = inputs(step)
         if group is not None:
             x, target = mine(x, group), mine(target, group)
         optimizer.zero_grad()
-        (model(x) - target).square().sum().backward()
+        (share * (model(x) - target).square().sum()).backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
@@ -239,11 +240,28 @@ def test_dense_states(pool: RankPool, world_size: int) -> None:
     pool.run(dense_states, world_size=world_size)
 
 
-def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any]) -> None:
-    kind = getattr(torch.optim, name)
-    ours, theirs = model(group, 5), dense(5)
+def with_fsdp(on_meta: bool) -> nn.Module:
+    """FSDP2 over one axis, our layers over the other."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    ours = model(mesh["tp"], 5, "meta" if on_meta else "cpu")
+    layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
+    for each in layers:
+        fully_shard(each, mesh=mesh["dp"])
+    fully_shard(ours, mesh=mesh["dp"])
+    if on_meta:
+        ours.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for each in layers:
+            each.reset_parameters()
+    return ours
+
+
+def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any], how: str) -> None:
+    kind, theirs = getattr(torch.optim, name), dense(5)
+    ours = with_fsdp(how.endswith("meta")) if how else model(group, 5)
     norms = trained(ours, group, kind(ours.parameters(), **options), 4, 0.5)
-    expected = trained(theirs, None, kind(theirs.parameters(), **options), 4, 0.5)
+    # FSDP averages over its axis.
+    expected = trained(theirs, None, kind(theirs.parameters(), **options), 4, 0.5, share=1 / 2 if how else 1)
     torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
     got = whole(ours.state_dict())
     for key, value in theirs.state().items():
@@ -251,14 +269,16 @@ def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "how"),
     [
-        ("AdamW", {"lr": 0.01, "foreach": True}),
-        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}),
+        ("AdamW", {"lr": 0.01, "foreach": True}, ""),
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2 of layers on meta"),
     ],
 )
-def test_trained_with_clipping_as_in_one_process(pool: RankPool, name: str, options: dict[str, Any]) -> None:
-    pool.run(trained_alike, name, options, world_size=4)
+def test_trained_with_clipping_as_in_one_process(pool: RankPool, name: str, options: dict[str, Any], how: str) -> None:
+    pool.run(trained_alike, name, options, how, world_size=4)
 
 
 def copied(group: ProcessGroup) -> None:
@@ -292,46 +312,6 @@ def copied(group: ProcessGroup) -> None:
 
 def test_copies_dtypes_and_meta(pool: RankPool) -> None:
     pool.run(copied, world_size=2)
-
-
-def with_fsdp(group: ProcessGroup, on_meta: bool) -> None:
-    """FSDP2 over one axis, our layers over the other: as one process on the whole batch."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
-    ours, theirs = model(mesh["tp"], 7, "meta" if on_meta else "cpu"), dense(7)
-    layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
-    for each in layers:
-        fully_shard(each, mesh=mesh["dp"])
-    fully_shard(ours, mesh=mesh["dp"])
-    if on_meta:
-        ours.to_empty(device="cpu")
-        torch.manual_seed(7)
-        for each in layers:
-            each.reset_parameters()
-    kind, options = torch.optim.AdamW, {"lr": 0.01, "foreach": False}
-    adam, dense_adam = kind(ours.parameters(), **options), kind(theirs.parameters(), **options)  # type: ignore[arg-type]
-    for step in range(3):
-        x, target = inputs(step)
-        rows = slice(4 * dp + 2 * tp, 4 * dp + 2 * tp + 2)
-        y, y_ref = ours(x[rows]), theirs(x)
-        close(y, y_ref[rows], f"y at step {step}")
-        # FSDP averages over its axis.
-        (y - target[rows]).square().sum().backward()
-        ((y_ref - target).square().sum() / 2).backward()
-        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
-        assert isinstance(norm, DTensor)
-        close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), f"norm at step {step}")
-        for optimizer in (adam, dense_adam):
-            optimizer.step()
-            optimizer.zero_grad()
-    got = whole(ours.state_dict())
-    for key, value in theirs.state().items():
-        close(got[key], value, key)
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_fsdp_on_the_other_axis(pool: RankPool, on_meta: bool) -> None:
-    pool.run(with_fsdp, on_meta)
 
 
 def over_four(group: ProcessGroup) -> None:

@@ -171,17 +171,6 @@ def rank() -> Iterator[Workspace]:
         ws.close()
 
 
-def test_loading_starts_nothing_and_ends() -> None:
-    kernel = mock.MagicMock()
-    with loading.only_loading():
-        loading.launch(kernel, (1,))(torch.zeros(1))
-        assert loading.is_only_loading()
-    assert not loading.is_only_loading()
-    kernel.__getitem__.assert_not_called()
-    loading.launch(kernel, (1,))(torch.zeros(1))
-    kernel.__getitem__.assert_called_once_with((1,))
-
-
 def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
     """By what starts kernels, and by an op before it begins."""
     x, kernel = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")), mock.MagicMock()

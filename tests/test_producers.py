@@ -65,32 +65,6 @@ def test_a_layer_by_each_producer(pool: RankPool, by: tuple[str, ...]) -> None:
         assert set(seen) == {"push" if wanted == "auto" else wanted}, f"rank {rank}"
 
 
-def test_only_the_gathers_of_kernels_have_a_producer(pool: RankPool) -> None:
-    assert pool.run(paths, world_size=2) == [["push", "", ""]] * 2
-
-
-def paths(group: ProcessGroup) -> list[str]:
-    found, x = [], torch.ones(4, 4)
-    for schedule, algorithm in (("fused", "direct"), ("fused", "ring"), ("decomposed", "direct")):
-        fusedtp.all_gather(x, group=group, schedule=schedule, algorithm=algorithm)
-        found.append(fusedtp.last_path().producer)
-    return found
-
-
-def asked_of_auto(group: ProcessGroup) -> list[str]:
-    x, w = torch.ones(4, 4), torch.ones(4, 4)
-    fusedtp.all_gather_linear(x, w, group=group, producer="push")
-    told = fusedtp.last_path().reason
-    fusedtp.all_gather_linear(x, w, group=group)
-    return [told, fusedtp.last_path().reason]
-
-
-def test_a_producer_that_has_no_effect_is_told(pool: RankPool) -> None:
-    """`auto` takes no kernel on a CPU."""
-    for told, without in pool.run(asked_of_auto, world_size=2):
-        assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"
-
-
 @pytest.fixture
 def rank() -> Workspace:
     ranks = [Workspace(memory, CPU) for memory in local_memories(2, CPU)]
@@ -195,12 +169,14 @@ def test_pieces_and_parts() -> None:
 
 
 def asked_for(group: ProcessGroup) -> list[str]:
-    """The producer of the last op of each call that asks for copies, forward, or backward where that gathers."""
+    """The producer of the last op of each call, forward, or backward where that gathers; and what `auto` says."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     how = {"schedule": "fused", "producer": "copy"}
     x, w = torch.ones(4, 6), torch.ones(5, 6)
     style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), **how)
-    forward = [
+    y = fusedtp.RowParallelLinear(12, 4, group=group, **how)(x.clone().requires_grad_())
+    seen = []
+    for call in (
         lambda: fusedtp.all_gather_linear(x, w, group=group, **how),
         lambda: fusedtp.fsdp_linear(x, w, group=group, **how),
         lambda: fusedtp.all_gather(x, group=group, **how),
@@ -208,14 +184,22 @@ def asked_for(group: ProcessGroup) -> list[str]:
         lambda: fusedtp.ColumnParallelLinear(6, 4, group=group, **how)(x),
         lambda: fusedtp.FSDPLinear(6, 4, group=group, **how)(x),
         lambda: style._apply(nn.Linear(6, 4), mesh)(x),
-    ]
-    y = fusedtp.RowParallelLinear(12, 4, group=group, **how)(x.clone().requires_grad_())
-    seen = []
-    for call in (*forward, lambda: y.sum().backward()):
+        lambda: y.sum().backward(),
+        lambda: fusedtp.all_gather(x, group=group, schedule="fused", algorithm="direct"),
+        lambda: fusedtp.all_gather(x, group=group, schedule="fused", algorithm="ring"),
+        lambda: fusedtp.all_gather(x, group=group, schedule="decomposed", algorithm="direct"),
+    ):
         call()
         seen.append(fusedtp.last_path().producer)
+    # It takes no kernel on a CPU.
+    for options in ({}, {"producer": "push"}):
+        fusedtp.all_gather_linear(x, w, group=group, **options)
+        seen.append(fusedtp.last_path().reason)
     return seen
 
 
 def test_a_caller_may_ask_for_a_producer(pool: RankPool) -> None:
-    assert pool.run(asked_for, world_size=2) == [["copy"] * 8] * 2
+    """Only the gathers of kernels have one; where it has no effect, that is told."""
+    for *seen, without, told in pool.run(asked_for, world_size=2):
+        assert seen == ["copy"] * 8 + ["push", "", ""]
+        assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"
