@@ -27,7 +27,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.grouped import Unpacked
 
-from .harness import LARGE
+from .harness import LARGE, on_ranks
 from .test_layer_state import whole
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -245,7 +245,9 @@ def test_ranks_that_are_seeded_unlike(pool: RankPool) -> None:
     pool.run(seeded_unlike, False, world_size=2)
 
 
-def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
     """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
     dense, model = decoder("Llama, tied"), decoder("Llama, tied")
     fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel, loss_parallel=True)
@@ -254,11 +256,6 @@ def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
         assert isinstance(logits, DTensor)
         assert logits.placements == (Shard(2),)
         alike(model, dense, input_ids=tokens_of(), labels=tokens_of())
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_parallel_loss(pool: RankPool, sequence_parallel: bool) -> None:
-    pool.run(with_loss_parallel, sequence_parallel, world_size=2)
 
 
 def with_another_head(group: ProcessGroup, kind: str, head: str, sequence_parallel: bool) -> None:
@@ -288,7 +285,10 @@ def test_another_head_than_one_of_the_vocabulary(pool: RankPool, kind: str, head
         pool.run(with_another_head, kind, head, sequence_parallel, world_size=2)
 
 
-def saved_whole(group: ProcessGroup) -> None:
+# torch says that it cannot see where the storages of DTensors lie.
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
     """torch.save of a model that is split, with the hooks that split its tokens; and logits of chosen tokens."""
     for name in ("Llama with one key head", "OLMo2", "Mixtral"):
         model = fusedtp.parallelize(decoder(name), mesh_of(group))
@@ -301,12 +301,6 @@ def saved_whole(group: ProcessGroup) -> None:
         for kept in (torch.tensor([1, 7, 8]), 2):
             given = {"input_ids": tokens, "logits_to_keep": kept}
             close(model(**given).logits, dense(**given).logits, f"logits of {kept}")
-
-
-# torch says that it cannot see where the storages of DTensors lie.
-@pytest.mark.filterwarnings("ignore")
-def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
-    pool.run(saved_whole, world_size=2)
 
 
 def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
@@ -341,7 +335,16 @@ def test_saved_by_hugging_face(pool: RankPool, tmp_path: Path) -> None:
     pool.run(saved_by_hugging_face, tmp_path, world_size=2)
 
 
-def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
+        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
     """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
     stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
     """
@@ -368,18 +371,6 @@ def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
         gradients_are_those_of(model, dense)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
-        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
-    ],
-)  # fmt: skip
-def test_dropout(pool: RankPool, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
-    pool.run(with_dropout, name, changes, sequence_parallel, world_size=2)
-
-
 def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     """Off by what a cast rounds, and by no more; the head is as it was."""
     mesh = DeviceMesh.from_group(group, "cpu")
@@ -402,7 +393,11 @@ def test_float8(pool: RankPool, recipe: str) -> None:
     pool.run(in_float8, "Llama with one key head" if recipe == "rowwise" else "Qwen3", recipe, world_size=2)
 
 
-def with_fsdp(group: ProcessGroup, name: str) -> None:
+# torch says of what such a model returns that it must not be changed in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
+@on_ranks()
+def test_data_parallel_on_the_other_axis(group: ProcessGroup, name: str) -> None:
     """FSDP2 on another axis looks for parameters by their names: it must find them, norms' and shared ones too."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
     dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh["tp"])
@@ -416,10 +411,3 @@ def with_fsdp(group: ProcessGroup, name: str) -> None:
         model(input_ids=mine, labels=mine).loss.backward()
         for (key, parameter), reference in zip(model.named_parameters(), dense.parameters(), strict=True):
             close(parameter.grad, reference.grad, f"gradient of {key}, turn {turn}")
-
-
-# torch says of what such a model returns that it must not be changed in place.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
-def test_data_parallel_on_the_other_axis(pool: RankPool, name: str) -> None:
-    pool.run(with_fsdp, name)

@@ -18,6 +18,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.decoders import decoder_plan
 
+from .harness import on_ranks
 from .test_decoders import COMMON, decoder, mesh_of
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -172,7 +173,8 @@ def test_ranks_that_mean_different_things(pool: RankPool) -> None:
     assert "config.rms_norm_eps: 1e-06 on rank 0, 0.01 on rank 1" in eps
 
 
-def late(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_come(group: ProcessGroup) -> None:
     """Rank 1 comes when rank 0 has given up: it does not go on alone, and the next call works."""
     mesh, model = mesh_of(group), decoder("Llama")
     # Rank 0 calls while the other one sleeps, however busy the machine is.
@@ -187,7 +189,3 @@ def late(group: ProcessGroup) -> None:
     finally:
         fusedtp.set_timeout(110, group=group)
     fusedtp.parallelize(model, mesh)
-
-
-def test_a_rank_that_does_not_come(pool: RankPool) -> None:
-    pool.run(late, world_size=2)

@@ -16,6 +16,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from fusedtp import FusedColwiseParallel, FusedEmbeddingParallel
 from fusedtp.bench.ranks import RankPool
 
+from .harness import on_ranks
+
 FEATURES = 6
 
 
@@ -80,7 +82,8 @@ def test_a_subclass_keeps_its_own_part(pool: RankPool) -> None:
     pool.run(looked_up, Scaled, 9, None, Replicate(), "auto", True, world_size=2)
 
 
-def tied(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_tied_head_has_the_same_weight(group: ProcessGroup) -> None:
     """A head with the embedding's weight: tied again once both have their styles, one weight with one gradient."""
     torch.manual_seed(6)
     dense = nn.ModuleDict({"embed": nn.Embedding(9, FEATURES), "head": nn.Linear(FEATURES, 9, bias=False)}).double()
@@ -94,7 +97,3 @@ def tied(group: ProcessGroup) -> None:
     for model in (dense, split):
         model["head"](model["embed"](indices)).square().sum().backward()
     torch.testing.assert_close(split["embed"].weight.grad.full_tensor(), dense["embed"].weight.grad)
-
-
-def test_a_tied_head_has_the_same_weight(pool: RankPool) -> None:
-    pool.run(tied, world_size=2)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .harness import on_ranks
 from .test_counting import counting
 
 HEADS, KV, HEAD, HIDDEN = 4, 2, 6, 20
@@ -125,7 +126,8 @@ def test_one_gather_for_all_and_one_scatter_of_their_gradients(pool: RankPool) -
             assert found == wanted
 
 
-def called_otherwise(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_calls_that_do_not_belong_together(group: ProcessGroup) -> None:
     """Other inputs, calls left out, one call twice, and an input that changes in between."""
     dense = attention()
     module = parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), {
@@ -171,11 +173,9 @@ def called_otherwise(group: ProcessGroup) -> None:
         assert k(y).dtype == torch.float16
 
 
-def test_calls_that_do_not_belong_together(pool: RankPool) -> None:
-    pool.run(called_otherwise, world_size=2)
-
-
-def left_out(group: ProcessGroup, is_compiled: bool) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(2, timeout=120)
+def test_what_is_not_used_has_no_gradient(group: ProcessGroup, is_compiled: bool) -> None:
     """A parameter whose result is not used has no gradient, which AdamW would take for one of zeros, and decay."""
     module = parallel(group, attention(), True)
     module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
@@ -199,12 +199,8 @@ def left_out(group: ProcessGroup, is_compiled: bool) -> None:
     assert torch.autograd.grad(y.sum(), (weight, g), allow_unused=True)[1] is None
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_what_is_not_used_has_no_gradient(pool: RankPool, is_compiled: bool) -> None:
-    pool.run(left_out, is_compiled, world_size=2, timeout=120)
-
-
-def nothing_kept(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_nothing_is_kept(group: ProcessGroup) -> None:
     """What the others would have taken is given back with the module's call; a copy and its original are two."""
     module = parallel(group, attention(), True)
     module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
@@ -217,7 +213,3 @@ def nothing_kept(group: ProcessGroup) -> None:
     twin = copy.deepcopy(module)
     assert twin.q_proj.together is not module.q_proj.together
     assert twin.q_proj.together.linears[1] is twin.k_proj
-
-
-def test_nothing_is_kept(pool: RankPool) -> None:
-    pool.run(nothing_kept, world_size=2)

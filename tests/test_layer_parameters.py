@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .harness import on_ranks
 from .test_layer_state import HIDDEN, INNER, close, whole
 
 
@@ -52,7 +53,8 @@ def test_own_sizes_are_not_loaded_into_others(pool: RankPool, tmp_path: Path) ->
     pool.run(own_sizes, str(tmp_path), world_size=2)
 
 
-def in_functions(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_functions_take_a_ranks_own_part_of_a_layer(group: ProcessGroup) -> None:
     torch.manual_seed(9)
     layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
     x = torch.randn(2, HIDDEN)
@@ -67,10 +69,6 @@ def in_functions(group: ProcessGroup) -> None:
         close(each.grad.to_local(), expected[name], name)
     with pytest.raises(TypeError, match=r"got a DTensor .*weight\.to_local\(\)"):
         fusedtp.all_gather_linear(x, layer.weight, group=group)
-
-
-def test_functions_take_a_ranks_own_part_of_a_layer(pool: RankPool) -> None:
-    pool.run(in_functions, world_size=2)
 
 
 def whole_in_each_way(group: ProcessGroup) -> dict[str, Tensor]:
@@ -223,7 +221,8 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
         assert not wrong
 
 
-def changed_input(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> None:
     """A DTensor given to styles, changed in place; what hooks save as a copy is right, a checkpoint is refused."""
     mesh = DeviceMesh.from_group(group, "cpu")
     linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
@@ -249,11 +248,8 @@ def changed_input(group: ProcessGroup) -> None:
     close(torch.autograd.grad(normed, whole)[0].to_local(), dx.to_local(), "a norm's weight is kept as a copy")
 
 
-def test_a_changed_input_is_refused_and_a_copy_is_not(pool: RankPool) -> None:
-    pool.run(changed_input, world_size=2)
-
-
-def laid_otherwise(group: ProcessGroup) -> None:
+@on_ranks(2, timeout=120)
+def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
     """Put in place by assign=True: whole, or with another placement."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for name, module in holders_of_weights(mesh).items():
@@ -279,10 +275,6 @@ def laid_otherwise(group: ProcessGroup) -> None:
         embedding(torch.zeros(2, dtype=torch.long))
 
 
-def test_parameters_that_lie_otherwise_are_refused(pool: RankPool) -> None:
-    pool.run(laid_otherwise, world_size=2, timeout=120)
-
-
 def seeded_unlike(group: ProcessGroup) -> list[Tensor]:
     """What every rank has whole, where each has a seed of its own."""
     torch.manual_seed(group.rank())
@@ -298,7 +290,8 @@ def test_what_ranks_have_whole_is_the_first_ranks(pool: RankPool) -> None:
         assert all(map(torch.equal, each, first))
 
 
-def of_another_group(group: ProcessGroup) -> None:
+@on_ranks()
+def test_layers_meet_the_group_that_they_were_made_for(group: ProcessGroup) -> None:
     """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
     reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))
     for make in (
@@ -313,7 +306,3 @@ def of_another_group(group: ProcessGroup) -> None:
     name, ranks, _ = state["group"]
     with pytest.raises(ValueError, match=r"was made by rank 7 of group .*, and here it meets rank"):
         layer.__setstate__({**state, "group": (name, ranks, 7)})
-
-
-def test_layers_meet_the_group_that_they_were_made_for(pool: RankPool) -> None:
-    pool.run(of_another_group)

@@ -33,6 +33,8 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .harness import on_ranks
+
 # Features of which 2 and 4 ranks have unlike shards; over 4 ranks the last has none of INNER's 9.
 HIDDEN, INNER, ROWS = 6, 9, 8
 OPTIONS = {"foreach": False, "lr": 0.02, "weight_decay": 0.1}
@@ -256,7 +258,19 @@ def with_fsdp(on_meta: bool) -> nn.Module:
     return ours
 
 
-def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any], how: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "how"),
+    [
+        ("AdamW", {"lr": 0.01, "foreach": True}, ""),
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2 of layers on meta"),
+    ],
+)
+@on_ranks(4)
+def test_trained_with_clipping_as_in_one_process(
+    group: ProcessGroup, name: str, options: dict[str, Any], how: str
+) -> None:
     kind, theirs = getattr(torch.optim, name), dense(5)
     ours = with_fsdp(how.endswith("meta")) if how else model(group, 5)
     norms = trained(ours, group, kind(ours.parameters(), **options), 4, 0.5)
@@ -268,20 +282,8 @@ def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any], how: 
         close(got[key], value, f"{key} by {name} {options}")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "how"),
-    [
-        ("AdamW", {"lr": 0.01, "foreach": True}, ""),
-        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
-        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
-        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2 of layers on meta"),
-    ],
-)
-def test_trained_with_clipping_as_in_one_process(pool: RankPool, name: str, options: dict[str, Any], how: str) -> None:
-    pool.run(trained_alike, name, options, how, world_size=4)
-
-
-def copied(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_copies_dtypes_and_meta(group: ProcessGroup) -> None:
     ours, x = model(group, 6), mine(inputs(0)[0], group)
     y = ours(x)
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
@@ -310,11 +312,8 @@ def copied(group: ProcessGroup) -> None:
     assert torch.equal(empty(x), y)
 
 
-def test_copies_dtypes_and_meta(pool: RankPool) -> None:
-    pool.run(copied, world_size=2)
-
-
-def over_four(group: ProcessGroup) -> None:
+@on_ranks()
+def test_gate_and_up_are_cut_along_their_rows(group: ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(2)
     plain = fusedtp.ParallelMLP(HIDDEN, 12, activation="swiglu", group=mesh["tp"])
@@ -329,7 +328,3 @@ def over_four(group: ProcessGroup) -> None:
         each.sum().backward()
     for (name, p), ref in zip(ours.named_parameters(), plain.parameters(), strict=True):
         close(whole(p.grad), whole(ref.grad), f"gradient of {name}")
-
-
-def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
-    pool.run(over_four)

@@ -20,7 +20,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.shards import chunk_sizes, even_sizes
 
-from .harness import LARGE, spread
+from .harness import LARGE, on_ranks, spread
 
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
@@ -154,13 +154,10 @@ def test_linears_against_nn_linear(pool: RankPool, world_size: int, dtype: torch
     pool.run(linears, dtype, ("unfused", "decomposed"), world_size=world_size)
 
 
-def fused_linears(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_linears_in_one_kernel(group: ProcessGroup) -> None:
     for kind in KINDS:
         linear(group, kind, 0, True, torch.float32, True, "fused")
-
-
-def test_linears_in_one_kernel(pool: RankPool) -> None:
-    pool.run(fused_linears, world_size=2)
 
 
 class DenseMLP(nn.Module):
@@ -254,14 +251,11 @@ def test_swiglu_gathers_its_input_once_each_way(pool: RankPool) -> None:
     assert pool.run(counted, world_size=4) == [forward + backward] * 4
 
 
-def resized(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_sequence_sizes_may_change_between_calls(group: ProcessGroup) -> None:
     layer = fusedtp.ParallelMLP(8, 12, activation="swiglu", group=group)
     layer.sequence_sizes = (3, 1)
     assert layer.gate_up_proj.sequence_sizes == layer.down_proj.sequence_sizes == layer.sequence_sizes == (3, 1)
     with pytest.raises(ValueError, match="sequence_sizes"):
         layer.sequence_sizes = (3, 1, 4)
     assert layer(torch.randn((3, 1)[group.rank()], 8)).shape == ((3, 1)[group.rank()], 8)
-
-
-def test_sequence_sizes_may_change_between_calls(pool: RankPool) -> None:
-    pool.run(resized, world_size=2)

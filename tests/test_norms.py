@@ -22,9 +22,8 @@ from fusedtp import (
     FusedNormParallel,
     FusedRowwiseParallel,
 )  # fmt: skip
-from fusedtp.bench.ranks import RankPool
 
-from .harness import spread
+from .harness import on_ranks, spread
 
 FEATURES = 6
 
@@ -63,7 +62,9 @@ def mesh_of(group: ProcessGroup) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
-def as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
+@pytest.mark.parametrize(("name", "schedule"), spread(list(NORMS), ["auto", "unfused"]))
+@on_ranks(3)
+def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
     """Tokens split unevenly: rank 0 has one more."""
     style = FusedNormParallel(sequence_dim=0, use_local_output=True, schedule=schedule)
     dense, norm = made(name), parallelize_module(made(name), mesh_of(group), style)
@@ -100,12 +101,8 @@ def as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
     assert not norm(x).requires_grad
 
 
-@pytest.mark.parametrize(("name", "schedule"), spread(list(NORMS), ["auto", "unfused"]))
-def test_as_in_one_process(pool: RankPool, name: str, schedule: str) -> None:
-    pool.run(as_in_one_process, name, schedule, world_size=3)
-
-
-def as_torchs(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_as_torchs_style(group: ProcessGroup) -> None:
     """What torch's SequenceParallel returns of the same input, plain or in another layout, and by the same defaults."""
     mesh = mesh_of(group)
     x = torch.randn(2, 2 * group.size(), FEATURES, generator=torch.Generator().manual_seed(6)).double()
@@ -132,10 +129,6 @@ def as_torchs(group: ProcessGroup) -> None:
                     assert y.placements == expected.placements
                     y, expected = y.to_local(), expected.to_local()
                 torch.testing.assert_close(y, expected)
-
-
-def test_as_torchs_style(pool: RankPool) -> None:
-    pool.run(as_torchs, world_size=2)
 
 
 class Attention(nn.Module):
@@ -169,7 +162,9 @@ class Block(nn.Module):
         return self.head(self.last(x))
 
 
-def word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
+@pytest.mark.parametrize(("changed", "length"), [("", 7), ("gather", 6), ("gather", 7), ("norms", 6)])
+@on_ranks(2)
+def test_a_plan_of_torchs_word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
     """A plan of torch's, as torchtitan writes it, with our class names; with a FusedGroup in place of the gather; with
     torch's norms.
     """
@@ -203,12 +198,9 @@ def word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, msg=key)
 
 
-@pytest.mark.parametrize(("changed", "length"), [("", 7), ("gather", 6), ("gather", 7), ("norms", 6)])
-def test_a_plan_of_torchs_word_for_word(pool: RankPool, changed: str, length: int) -> None:
-    pool.run(word_for_word, changed, length, world_size=2)
-
-
-def dropped(group: ProcessGroup, length: int) -> None:
+@pytest.mark.parametrize("length", [7, 1])
+@on_ranks(2)
+def test_a_dropout(group: ProcessGroup, length: int) -> None:
     """As in one process from the same random state, which stays the same on every rank, tokens divide or not."""
     mesh = mesh_of(group)
     for options, training in (({}, True), ({"use_local_output": True}, True), ({}, False)):
@@ -227,8 +219,3 @@ def dropped(group: ProcessGroup, length: int) -> None:
         part = distribute_tensor(expected.detach(), mesh, [Shard(1)], src_data_rank=None)
         assert torch.equal(y if options else y.to_local(), part.to_local())
         assert torch.equal(given.grad.full_tensor(), x.grad)
-
-
-@pytest.mark.parametrize("length", [7, 1])
-def test_a_dropout(pool: RankPool, length: int) -> None:
-    pool.run(dropped, length, world_size=2)

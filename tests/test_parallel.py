@@ -20,7 +20,7 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 
-from .harness import LARGE, spread
+from .harness import LARGE, on_ranks, spread
 
 REPLICATE = Replicate()
 # (input, output) of each style; None is its default.
@@ -117,7 +117,8 @@ def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) 
     pool.run(all_styled, kind, uneven, world_size=world_size)
 
 
-def copied_and_hooked(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_modules_are_changed_in_place(group: ProcessGroup) -> None:
     """The module is changed in place: hooks stay, a copy works, torch.compile finds no graph break."""
     mesh, wide = tp_mesh(group), fusedtp.FusedColwiseParallel(input_layouts=Shard(1))
     plan: dict[str, Any] = {"0": wide, "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1))}
@@ -138,11 +139,8 @@ def copied_and_hooked(group: ProcessGroup) -> None:
     torch._dynamo.reset()
 
 
-def test_modules_are_changed_in_place(pool: RankPool) -> None:
-    pool.run(copied_and_hooked, world_size=2)
-
-
-def tied(group: ProcessGroup) -> None:
+@on_ranks(1)
+def test_a_tied_weight_is_told(group: ProcessGroup) -> None:
     mesh = tp_mesh(group)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "up": nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
@@ -153,10 +151,6 @@ def tied(group: ProcessGroup) -> None:
         parallelize_module(model, mesh, {"head": fusedtp.FusedColwiseParallel()})
     assert model["embed"].weight is optimizer.param_groups[0]["params"][0]
     assert len(known) == 2
-
-
-def test_a_tied_weight_is_told(pool: RankPool) -> None:
-    pool.run(tied, world_size=1)
 
 
 def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
