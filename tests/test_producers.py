@@ -18,7 +18,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import Config, compiled_config
-from fusedtp.kernels.signal import HARDWARE, SIGNALS
+from fusedtp.kernels.signal import SIGNALS
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.steps import DeviceSteps
@@ -138,21 +138,6 @@ def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
     # Torch knows an operator of that name and takes these.
     schema = torch.ops.symm_mem.stream_write_value32_.default._schema
     assert [argument.name for argument in schema.arguments] == ["input", "offset", "val"]
-
-
-def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
-    assert rank.hardware is hardware.CPU
-    for machine in hardware.HARDWARE.values():
-        assert hardware.numbered(hardware.number_of(machine)) is machine
-    assert hardware.numbered(hardware.number_of(None)) is None
-    rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("b200"))
-    rank._arena.tensors[1][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("a100"))
-    on_gpu = mock.patch.object(rank, "device", torch.device("cuda"))
-    with on_gpu, mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA Unheard-of"):
-        assert rank._shared_hardware().name == "b200"
-        rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = 0
-        with pytest.warns(UserWarning, match="does not know .*Unheard-of"):
-            assert rank._shared_hardware().name == "h100"
 
 
 def test_pieces_and_parts() -> None:

@@ -87,11 +87,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "content",
     [
-        "", "[]", "{", "null", "\0", text(format=2), text(samples=[{}]), text(samples=3), text(machine=None),
+        "\0", text(samples=[{}]), text(samples=3), text(machine=None),
         text(rates={"2": {}}), text(rates={"two": RATES}), text(rates={"2": RATES | {"memory_gbps": -1}}),
         text(rates={"2": RATES | {"flag_us": float("nan")}}), text(replace(sample(), op="mine")),
         text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)), text(sample(unfused=float("inf"))),
-        text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})), "[" * 100_000,
+        text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})),
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_ignored_and_left(tmp_path: Path, content: str) -> None:
