@@ -15,6 +15,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
@@ -28,6 +29,10 @@ def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]
     if large:
         return list(product(*values))
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
+
+
+def mesh_of(group: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def told(group: ProcessGroup, call: Callable[[], object]) -> str:

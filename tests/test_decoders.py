@@ -27,7 +27,7 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.grouped import Unpacked
 
-from .harness import LARGE, on_ranks
+from .harness import LARGE, mesh_of, on_ranks
 from .test_layer_state import whole
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
@@ -103,10 +103,6 @@ def decoder(name: str, **changes: Any) -> Any:
         if p.ndim == 1:
             nn.init.normal_(p, 1.0, 0.3)
     return model.double().eval()
-
-
-def mesh_of(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def close(out: Tensor, expected: Tensor, name: str) -> None:

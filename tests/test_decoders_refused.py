@@ -18,8 +18,8 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.decoders import decoder_plan
 
-from .harness import on_ranks
-from .test_decoders import COMMON, decoder, mesh_of
+from .harness import mesh_of, on_ranks
+from .test_decoders import COMMON, decoder
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 

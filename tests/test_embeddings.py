@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fusedtp import FusedColwiseParallel, FusedEmbeddingParallel
 from fusedtp.bench.ranks import RankPool
 
-from .harness import on_ranks
+from .harness import mesh_of, on_ranks
 
 FEATURES = 6
 
@@ -26,10 +25,6 @@ class Scaled(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 3.0
-
-
-def mesh_of(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu")
 
 
 def own(whole: Tensor, placement: Placement, group: ProcessGroup) -> Tensor:

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 import fusedtp
 from fusedtp.styles import lora
 
-from .harness import LARGE, on_ranks
-from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, mesh_of
+from .harness import LARGE, mesh_of, on_ranks
+from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 
@@ -23,7 +22,7 @@ from fusedtp import (
     FusedRowwiseParallel,
 )  # fmt: skip
 
-from .harness import on_ranks, spread
+from .harness import mesh_of, on_ranks, spread
 
 FEATURES = 6
 
@@ -56,10 +55,6 @@ def made(name: str) -> nn.Module:
     for each in norm.parameters():
         nn.init.normal_(each)
     return norm.double()
-
-
-def mesh_of(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 @pytest.mark.parametrize(("name", "schedule"), spread(list(NORMS), ["auto", "unfused"]))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -20,7 +19,7 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 
-from .harness import LARGE, on_ranks, spread
+from .harness import LARGE, mesh_of, on_ranks, spread
 
 REPLICATE = Replicate()
 # (input, output) of each style; None is its default.
@@ -34,10 +33,6 @@ STYLES = {
     "colwise": (fusedtp.FusedColwiseParallel, COLWISE, REPLICATE, Shard(2), {"weight": Shard(0), "bias": Shard(0)}),
     "rowwise": (fusedtp.FusedRowwiseParallel, ROWWISE, Shard(2), REPLICATE, {"weight": Shard(1), "bias": REPLICATE}),
 }
-
-
-def tp_mesh(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def check(out: Tensor, ref: Tensor, name: str) -> None:
@@ -55,7 +50,7 @@ def styled(
     name = (
         f"{kind} {into} -> {out}, uneven {uneven}, bias {bias}, DTensor in {given_dtensor}, out {not use_local_output}"
     )
-    mesh = tp_mesh(group)
+    mesh = mesh_of(group)
     # Uneven as DTensor cuts: over 4 ranks 5 is 2, 2, 1, 0.
     shape, num_out = ((5, 7, 10), 9) if uneven else ((4, 12, 8), 12)
     torch.manual_seed(7)
@@ -120,7 +115,7 @@ def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) 
 @on_ranks(2)
 def test_modules_are_changed_in_place(group: ProcessGroup) -> None:
     """The module is changed in place: hooks stay, a copy works, torch.compile finds no graph break."""
-    mesh, wide = tp_mesh(group), fusedtp.FusedColwiseParallel(input_layouts=Shard(1))
+    mesh, wide = mesh_of(group), fusedtp.FusedColwiseParallel(input_layouts=Shard(1))
     plan: dict[str, Any] = {"0": wide, "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1))}
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
@@ -141,7 +136,7 @@ def test_modules_are_changed_in_place(group: ProcessGroup) -> None:
 
 @on_ranks(1)
 def test_a_tied_weight_is_told(group: ProcessGroup) -> None:
-    mesh = tp_mesh(group)
+    mesh = mesh_of(group)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "up": nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
     # Neither a weight of its own nor one that a dictionary or an optimizer has too is tied.
@@ -157,7 +152,7 @@ def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
     """This rank's rows by the code, and those of the same model on one rank."""
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     first, after = 3 * group.rank(), 3 * group.rank() + 3
-    scope: dict[str, Any] = {"mesh": {"tp": tp_mesh(group)}, "x": rows[first:after]}
+    scope: dict[str, Any] = {"mesh": {"tp": mesh_of(group)}, "x": rows[first:after]}
     exec(code, scope)
     dense: dict[str, Any] = {"x": rows}
     exec(re.sub(r"(?m)^parallelize_module\(.*\n", "", code), dense)
