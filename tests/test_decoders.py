@@ -227,18 +227,15 @@ def test_a_training_loop_and_what_modules_share_stays_one(pool: RankPool, sequen
     pool.run(trained, names, sequence_parallel, world_size=2)
 
 
-def seeded_unlike(group: ProcessGroup, sequence_parallel: bool) -> None:
+@on_ranks(2)
+def test_ranks_that_are_seeded_unlike(group: ProcessGroup) -> None:
     """Every parameter and buffer is that of the first rank, split or whole."""
     dense, model = decoder("GPT-2"), decoder("GPT-2")
     with torch.no_grad():
         for each in (*model.parameters(), *model.buffers()):
             each.add_(group.rank())
-    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=False)
     close(model(input_ids=tokens_of()).logits, dense(input_ids=tokens_of()).logits, "logits")
-
-
-def test_ranks_that_are_seeded_unlike(pool: RankPool) -> None:
-    pool.run(seeded_unlike, False, world_size=2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -254,7 +251,18 @@ def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
         alike(model, dense, input_ids=tokens_of(), labels=tokens_of())
 
 
-def with_another_head(group: ProcessGroup, kind: str, head: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("Llama", "SequenceClassification"), ("Llama", "TokenClassification"), ("Llama", "QuestionAnswering"),
+        ("GPT2", "SequenceClassification"),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_another_head_than_one_of_the_vocabulary(
+    group: ProcessGroup, kind: str, head: str, sequence_parallel: bool
+) -> None:
     """It is plain torch, on all tokens: its parameters and their gradients are the same on every rank."""
     import transformers
 
@@ -267,18 +275,6 @@ def with_another_head(group: ProcessGroup, kind: str, head: str, sequence_parall
     many = {"QuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 8])}}
     labels = torch.randint(3, (2, 9) if head == "TokenClassification" else (2,))
     alike(model, dense, input_ids=tokens_of(), **many.get(head, {"labels": labels}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "head"),
-    [
-        ("Llama", "SequenceClassification"), ("Llama", "TokenClassification"), ("Llama", "QuestionAnswering"),
-        ("GPT2", "SequenceClassification"),
-    ],
-)  # fmt: skip
-def test_another_head_than_one_of_the_vocabulary(pool: RankPool, kind: str, head: str) -> None:
-    for sequence_parallel in (True, False):
-        pool.run(with_another_head, kind, head, sequence_parallel, world_size=2)
 
 
 # torch says that it cannot see where the storages of DTensors lie.
@@ -299,22 +295,23 @@ def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
             close(model(**given).logits, dense(**given).logits, f"logits of {kept}")
 
 
-def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
+@on_ranks(2)
+def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
     """The whole state under its own names, packed linears too, can be loaded again; without it nothing is written."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in ("Llama, tied", "Phi3", "GPT-2"):
         dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))
         with pytest.raises(NotImplementedError, match=r"takes the whole state: .* get_model_state_dict"):
-            model.save_pretrained(folder / name)
+            model.save_pretrained(tmp_path / name)
         with pytest.raises(NotImplementedError, match="takes the whole state"):
-            copy.deepcopy(model).save_pretrained(folder / name, state_dict=model.state_dict())
+            copy.deepcopy(model).save_pretrained(tmp_path / name, state_dict=model.state_dict())
         with pytest.raises(NotImplementedError, match=f"this {type(dense).__name__}: resize them before parallelize"):
             model.resize_token_embeddings(VOCABULARY + 1)
-        assert not (folder / name).exists()
+        assert not (tmp_path / name).exists()
         state = get_model_state_dict(model, options=options)
         if group.rank() == 0:
-            model.save_pretrained(folder / name, state_dict=state)
-            again = type(dense).from_pretrained(folder / name, dtype=torch.float64).state_dict()
+            model.save_pretrained(tmp_path / name, state_dict=state)
+            again = type(dense).from_pretrained(tmp_path / name, dtype=torch.float64).state_dict()
             assert again.keys() == dense.state_dict().keys()
             assert all(torch.equal(again[key], value) for key, value in dense.state_dict().items())
         dist.barrier(group)
@@ -325,10 +322,6 @@ def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
             model.load_state_dict(dense.state_dict())
         loaded = get_model_state_dict(model, options=options)
         assert all(torch.equal(loaded[key], value) for key, value in state.items())
-
-
-def test_saved_by_hugging_face(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(saved_by_hugging_face, tmp_path, world_size=2)
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -367,7 +360,9 @@ def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
         gradients_are_those_of(model, dense)
 
 
-def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
+@pytest.mark.parametrize(("name", "recipe"), [("Llama with one key head", "rowwise"), ("Qwen3", "tensorwise")])
+@on_ranks(2)
+def test_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     """Off by what a cast rounds, and by no more; the head is as it was."""
     mesh = DeviceMesh.from_group(group, "cpu")
     dense, model = decoder(name).float(), fusedtp.parallelize(decoder(name).float(), mesh, float8=recipe)
@@ -382,11 +377,6 @@ def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     float8_of = {key: each.layouts.options.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
     assert {recipe, None} == set(float8_of.values())
     assert float8_of["lm_head"] is None
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_float8(pool: RankPool, recipe: str) -> None:
-    pool.run(in_float8, "Llama with one key head" if recipe == "rowwise" else "Qwen3", recipe, world_size=2)
 
 
 # torch says of what such a model returns that it must not be changed in place.

@@ -25,7 +25,8 @@ from .harness import on_ranks
 from .test_layer_state import HIDDEN, INNER, close, whole
 
 
-def own_sizes(group: ProcessGroup, path: str) -> None:
+@on_ranks(2)
+def test_own_sizes_are_not_loaded_into_others(group: ProcessGroup, tmp_path: Path) -> None:
     """Into a layer with as long a shard on the longest rank, so that the shapes would fit."""
     torch.manual_seed(8)
     layer, same, other = (
@@ -33,24 +34,20 @@ def own_sizes(group: ProcessGroup, path: str) -> None:
         for sizes in ((7, 2), (7, 2), (2, 7))
     )
     state = layer.state_dict()
-    dcp.save({"model": state}, checkpoint_id=path, process_group=group)
+    dcp.save({"model": state}, checkpoint_id=tmp_path, process_group=group)
     read = {"model": same.state_dict()}
-    dcp.load(read, checkpoint_id=path, process_group=group)
+    dcp.load(read, checkpoint_id=tmp_path, process_group=group)
     same.load_state_dict(read["model"])
     assert torch.equal(same.weight.to_local(), layer.weight.to_local())
     before = {name: whole(value).clone() for name, value in other.state_dict().items()}
     # DCP's error is no Exception.
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.padded_sizes_2_7"):
-        dcp.load({"model": other.state_dict()}, checkpoint_id=path, process_group=group)
+        dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path, process_group=group)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=r"padded for shards of \(7, 2\), this layer's are \(2, 7\)"):
             other.load_state_dict(state, strict=strict)
     for name, value in other.state_dict().items():
         assert torch.equal(whole(value), before[name]), f"{name} was overwritten"
-
-
-def test_own_sizes_are_not_loaded_into_others(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(own_sizes, str(tmp_path), world_size=2)
 
 
 @on_ranks(2)

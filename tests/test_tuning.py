@@ -84,23 +84,29 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+MALFORMED = [
+    "\0", text(samples=[{}]), text(samples=3), text(machine=None), text(rates={"2": {}}), text(rates={"two": RATES}),
+    text(rates={"2": RATES | {"memory_gbps": -1}}), text(rates={"2": RATES | {"flag_us": float("nan")}}),
+    text(replace(sample(), op="mine")), text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)),
+    text(sample(unfused=float("inf"))), text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "told"),
     [
-        "\0", text(samples=[{}]), text(samples=3), text(machine=None),
-        text(rates={"2": {}}), text(rates={"two": RATES}), text(rates={"2": RATES | {"memory_gbps": -1}}),
-        text(rates={"2": RATES | {"flag_us": float("nan")}}), text(replace(sample(), op="mine")),
-        text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)), text(sample(unfused=float("inf"))),
-        text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})),
+        *((content, "fusedtp tune") for content in MALFORMED),
+        *((text(machine=tuning.identity() | {name: "other"}), f"measured with {name} 'other', here ")
+          for name in ("cpu", "cores", "gpu", "num_gpus", "torch", "triton")),
     ],
 )  # fmt: skip
-def test_a_malformed_file_is_ignored_and_left(tmp_path: Path, content: str) -> None:
+def test_a_malformed_or_foreign_file_is_ignored_and_left(tmp_path: Path, content: str, told: str) -> None:
     target = tmp_path / "tuning.json"
     target.write_text(content)
     table, shared, ignored = tuning.load(target)
     assert (table, shared) == (None, "")
     assert str(target) in ignored
-    assert "fusedtp tune" in ignored
+    assert told in ignored
     assert target.read_text() == content
 
 
@@ -114,15 +120,6 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("FUSEDTP_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tuning.path() == tmp_path / "fusedtp" / "tuning.json"
-
-
-@pytest.mark.parametrize("name", ["cpu", "cores", "gpu", "num_gpus", "torch", "triton"])
-def test_a_foreign_file_is_ignored(tmp_path: Path, name: str) -> None:
-    target = tmp_path / "tuning.json"
-    target.write_text(text(machine=tuning.identity() | {name: "other"}))
-    table, _, ignored = tuning.load(target)
-    assert table is None
-    assert f"measured with {name} 'other', here " in ignored
 
 
 def table(*samples: Sample) -> Table:
