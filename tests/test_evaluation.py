@@ -136,7 +136,9 @@ def alternate(group: ProcessGroup, kind: str, schedule: str) -> None:
 
 
 def alternated(group: ProcessGroup) -> None:
-    for kind, schedule in itertools.product(DIMS, ("unfused", "decomposed", "auto")):
+    # One rank has one way.
+    schedules = ("unfused", "decomposed", "auto") if group.size() > 1 else ("auto",)
+    for kind, schedule in itertools.product(DIMS, schedules):
         alternate(group, kind, schedule)
 
 
