@@ -111,14 +111,14 @@ def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
 def on_ranks(world_size: int | None = None, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
     """Make a test of what every rank does: its first argument is the rank's group, the others are the test's own.
 
-    `world_size`: how many ranks of the pool; None for all.
+    `world_size`: how many ranks of the pool, unless the test has an argument of that name; None for all.
     """
 
     def made(body: Callable[..., None]) -> Any:
         own = list(inspect.signature(body).parameters.values())[1:]
 
         def test(pool: RankPool, **given: Any) -> None:
-            pool.run(body, *given.values(), world_size=world_size, timeout=timeout)
+            pool.run(body, *given.values(), world_size=given.get("world_size", world_size), timeout=timeout)
 
         pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):

@@ -148,7 +148,21 @@ def alike(model: nn.Module, dense: nn.Module, **given: Any) -> None:
     gradients_are_those_of(model, dense)
 
 
-def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
+def _spread() -> list[Any]:
+    """Each model in one of its ways; in all of them where that is asked for, as `nox -s soak` does."""
+    spread = []
+    for i, name in enumerate(MODELS):
+        # The last norm of the first OLMo has no parameters.
+        ways = list(product((False,) if name.startswith("OLMo,") else (True, False), (2, 4)))
+        for way in ways if LARGE else [ways[i % len(ways)]]:
+            how = f"tokens {'split' if way[0] else 'whole'}, {way[1]} ranks"
+            spread.append(pytest.param(name, *way, id=f"{name}, {how}"))
+    return spread
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel", "world_size"), _spread())
+@on_ranks()
+def test_as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool, world_size: int) -> None:
     dense, model = decoder(name), decoder(name)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -163,23 +177,6 @@ def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -
     with torch.inference_mode():
         how = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(model.generate(tokens[:, :6], **how), dense.generate(tokens[:, :6], **how))
-
-
-def _spread() -> list[Any]:
-    """Each model in one of its ways; in all of them where that is asked for, as `nox -s soak` does."""
-    spread = []
-    for i, name in enumerate(MODELS):
-        # The last norm of the first OLMo has no parameters.
-        ways = list(product((False,) if name.startswith("OLMo,") else (True, False), (2, 4)))
-        for way in ways if LARGE else [ways[i % len(ways)]]:
-            how = f"tokens {'split' if way[0] else 'whole'}, {way[1]} ranks"
-            spread.append(pytest.param(name, *way, id=f"{name}, {how}"))
-    return spread
-
-
-@pytest.mark.parametrize(("name", "sequence_parallel", "world_size"), _spread())
-def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool, world_size: int) -> None:
-    pool.run(as_in_one_process, name, sequence_parallel, world_size=world_size)
 
 
 SHARED = ("layer", "norm", "in a group", "weight")

@@ -26,7 +26,7 @@ from fusedtp.op import OPS, Task
 from fusedtp.workspaces import generation, registry
 
 from . import direct
-from .harness import last_path
+from .harness import last_path, on_ranks
 
 SMALL, LARGE = 32, 512
 
@@ -221,18 +221,13 @@ def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: 
         assert taken == [("unfused", "measured"), without, without, ("decomposed", "asked for")]
 
 
-def alone(group: ProcessGroup) -> tuple[str, str, bool]:
-    from fusedtp.workspaces import registry
-
+@on_ranks(1)
+def test_one_rank_needs_no_memory(group: ProcessGroup) -> None:
     # Of this group only: the other ranks keep what they have of the others.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
-    path = last_path()
-    return path.schedule, path.reason, any(name == group.group_name for name, _ in registry._workspaces)
-
-
-def test_one_rank_needs_no_memory(pool: RankPool) -> None:
-    assert pool.run(alone, world_size=1) == [("unfused", "one rank has nothing to send", False)]
+    assert (last_path().schedule, last_path().reason) == ("unfused", "one rank has nothing to send")
+    assert group.group_name not in [name for name, _ in registry._workspaces]
 
 
 @pytest.mark.parametrize(

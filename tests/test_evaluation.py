@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.bench.ranks import RankPool
+
+from .harness import on_ranks
 
 HIDDEN, INNER = 12, 20
 # Rows on every rank and the mode: an arena begins with halves of 64 KiB, which a call on 900 rows does not fit into.
@@ -135,13 +136,10 @@ def alternate(group: ProcessGroup, kind: str, schedule: str) -> None:
             check(local(grad), ref.chunk(group.size(), dim)[group.rank()], f"gradient of {name}")
 
 
-def alternated(group: ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_ranks()
+def test_train_and_eval_by_turns(group: ProcessGroup, world_size: int) -> None:
     # One rank has one way.
-    schedules = ("unfused", "decomposed", "auto") if group.size() > 1 else ("auto",)
+    schedules = ("unfused", "decomposed", "auto") if world_size > 1 else ("auto",)
     for kind, schedule in itertools.product(DIMS, schedules):
         alternate(group, kind, schedule)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_train_and_eval_by_turns(pool: RankPool, world_size: int) -> None:
-    pool.run(alternated, world_size=world_size)

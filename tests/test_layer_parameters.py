@@ -178,8 +178,12 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }  # fmt: skip
 
 
-def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]:
-    """Where a gradient was made of a weight that was changed since, or one that was not is refused."""
+@pytest.mark.parametrize(("world_size", "is_compiled"), [(2, False), (1, False), (2, True)])
+@on_ranks(timeout=200)
+def test_a_weight_that_is_changed_before_backward_is_refused(
+    group: ProcessGroup, world_size: int, is_compiled: bool
+) -> None:
+    """And one that was not is not."""
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
         # Compiling each takes a second, and one of each kind has another graph.
@@ -207,15 +211,7 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
             expected = "" if what == "nothing" else "inplace" if what == "of parts" else "modified by an inplace"
             if expected not in said or (said and not expected):
                 wrong.append(f"{name}, {what}: {said}")
-    return wrong
-
-
-@pytest.mark.parametrize(("world_size", "is_compiled"), [(2, False), (1, False), (2, True)])
-def test_a_weight_that_is_changed_before_backward_is_refused(
-    pool: RankPool, world_size: int, is_compiled: bool
-) -> None:
-    for wrong in pool.run(changed_before_backward, is_compiled, world_size=world_size, timeout=200):
-        assert not wrong
+    assert not wrong
 
 
 @on_ranks(2)

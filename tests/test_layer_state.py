@@ -216,7 +216,9 @@ def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(found[key], value) for key, value in saved["model"].items())
 
 
-def dense_states(group: ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [4, 1])
+@on_ranks()
+def test_dense_states(group: ProcessGroup, world_size: int) -> None:
     """A whole state out, into a model of another seed on the ranks, and by load_state_dict of DTensors."""
     options = StateDictOptions(full_state_dict=True)
     ours, expected = model(group, 3), dense(3).state()
@@ -225,7 +227,7 @@ def dense_states(group: ProcessGroup) -> None:
     for key, value in expected.items():
         assert torch.equal(out[key], value), key
     # Rank 0's state is sent to the whole world.
-    for broadcast in (False, True) if group.size() == dist.get_world_size() else (False,):
+    for broadcast in (False, True) if world_size == dist.get_world_size() else (False,):
         other = model(group, 4)
         given = copy.deepcopy(expected) if not broadcast or group.rank() == 0 else {}
         set_model_state_dict(
@@ -235,11 +237,6 @@ def dense_states(group: ProcessGroup) -> None:
     other = model(group, 4)
     other.load_state_dict(ours.state_dict())
     assert_same(whole(other.state_dict()), out, "load_state_dict")
-
-
-@pytest.mark.parametrize("world_size", [4, 1])
-def test_dense_states(pool: RankPool, world_size: int) -> None:
-    pool.run(dense_states, world_size=world_size)
 
 
 def with_fsdp(on_meta: bool) -> nn.Module:

@@ -142,16 +142,13 @@ def linear(
     against(group, name, layer, dense, pieces, cuts, {2: features, dim: rows, None: features}, shapes, 2)
 
 
-def linears(group: ProcessGroup, dtype: torch.dtype, schedules: Sequence[str]) -> None:
-    # Of several numbers of ranks each has a third.
-    every = list(itertools.product(schedules, KINDS, (0, 1), (True, False), (False, True)))
-    for schedule, kind, dim, bias, uneven in every if LARGE else every[group.size() % 3 :: 3]:
-        linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
-
-
 @pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
-def test_linears_against_nn_linear(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    pool.run(linears, dtype, ("unfused", "decomposed"), world_size=world_size)
+@on_ranks()
+def test_linears_against_nn_linear(group: ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
+    # Of several numbers of ranks each has a third.
+    every = list(itertools.product(("unfused", "decomposed"), KINDS, (0, 1), (True, False), (False, True)))
+    for schedule, kind, dim, bias, uneven in every if LARGE else every[world_size % 3 :: 3]:
+        linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
 
 
 @on_ranks(2)
@@ -217,16 +214,13 @@ def mlp(
     )  # fmt: skip
 
 
-def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
+@on_ranks()
+def test_mlp_against_the_unsharded_one(group: ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
     flags = (True, False)
     every = list(itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags))
-    for activation, dim, bias, *rest in every if LARGE else every[group.size() % 3 :: 3]:
+    for activation, dim, bias, *rest in every if LARGE else every[world_size % 3 :: 3]:
         mlp(group, activation, dim, bias, dtype, *rest)
-
-
-@pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
-def test_mlp_against_the_unsharded_one(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    pool.run(mlps, dtype, world_size=world_size)
 
 
 def counted(group: ProcessGroup) -> list[tuple[str, int]]:

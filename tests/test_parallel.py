@@ -95,21 +95,18 @@ def styled(
         check(p.grad.to_local(), distribute_tensor(grad, mesh, p.placements).to_local(), f"local d {key} of {name}")
 
 
-def all_styled(group: ProcessGroup, kind: str, uneven: bool) -> None:
+@pytest.mark.parametrize(("uneven", "world_size"), spread([False, True], [1, 4, 2]))
+@pytest.mark.parametrize("kind", STYLES)
+@on_ranks()
+def test_every_layout(group: ProcessGroup, kind: str, uneven: bool, world_size: int) -> None:
     flags = (False, True)
     every = list(itertools.product(range(6), flags, flags, flags))
     # Of several numbers of ranks each has a third.
-    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[group.size() // 2 :: 3]:
+    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[world_size // 2 :: 3]:
         into = STYLES[kind][1][layouts][0]
         # A plain sharded input is taken to be as long on every rank, by torch as well.
         if not (uneven and not given_dtensor and isinstance(into, Shard)):
             styled(group, kind, layouts, uneven, bias, given_dtensor, use_local_output)
-
-
-@pytest.mark.parametrize(("uneven", "world_size"), spread([False, True], [1, 4, 2]))
-@pytest.mark.parametrize("kind", STYLES)
-def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) -> None:
-    pool.run(all_styled, kind, uneven, world_size=world_size)
 
 
 @on_ranks(2)
