@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,10 @@ from unittest import mock
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
+from fusedtp.bench.ranks import RankPool
 
 # `nox -s soak` takes all combinations.
 LARGE = os.environ.get("FUSEDTP_SOAK") == "large"
@@ -26,6 +29,10 @@ def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]
     if large:
         return list(product(*values))
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
+
+
+def mesh_of(group: ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def told(group: ProcessGroup, call: Callable[[], object]) -> str:
@@ -98,4 +105,27 @@ def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
     made: nn.Module = convert_to_float8_training(
         model, config=config, module_filter_fn=lambda _, name: name.startswith(under)
     )
+    return made
+
+
+def on_ranks(world_size: int | None = None, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of what every rank does: its first argument is the rank's group, the others are the test's own.
+
+    `world_size`: how many ranks of the pool, unless the test has an argument of that name; None for all.
+    """
+
+    def made(body: Callable[..., None]) -> Any:
+        own = list(inspect.signature(body).parameters.values())[1:]
+
+        def test(pool: RankPool, **given: Any) -> None:
+            pool.run(body, *given.values(), world_size=given.get("world_size", world_size), timeout=timeout)
+
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        test.__signature__ = inspect.Signature([pool, *own])  # type: ignore[attr-defined]
+        # Ranks find the body by its name.
+        test.body, body.__qualname__ = body, f"{body.__qualname__}.body"  # type: ignore[attr-defined]
+        return test
+
     return made

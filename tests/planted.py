@@ -116,7 +116,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     # Layers and styles.
     ("layers: gate and up exchanged", "layers.py", "weight, bias = weight.unbind(),", "weight, bias = weight.flip(0).unbind(),", "test_layers.py"),
     ("layers: new sequence sizes for the first linear alone", "layers.py", "wide.sequence_sizes = self.down_proj.sequence_sizes = arguments", "wide.sequence_sizes = arguments", "test_layers.py"),
-    ("layers: every rank has a bias of its own", "layers.py", "parameters.same_as(0, own, self._lies[name].mesh, self.group)", "pass", "test_layers.py test_layer_state.py"),
+    ("layers: every rank has a bias of its own", "layers.py", "parameters.same_as(0, own, self._lies[name].mesh, self.group)", "pass", "test_layer_parameters.py -k first_ranks"),
     ("styles: a row-parallel input as it comes", "styles/linears.py", "to.receive(input, wanted=Shard(-1))", "to.receive(input)", "test_parallel.py"),
     ("styles: the index behind the last row", "styles/embeddings.py", "outside | (rows >= size)", "outside | (rows > size)", "test_embeddings.py"),
     ("styles: the padding row of the whole", "styles/embeddings.py", "else padding - begin", "else padding", "test_embeddings.py"),

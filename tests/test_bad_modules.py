@@ -78,6 +78,7 @@ class Here:
         self.styles = {type(each).__name__: each for each in made}
         self.odd_input = self.styled(FusedColwiseParallel(input_layouts=Shard(5)))
         self.odd_output = self.styled(FusedRowwiseParallel(output_layouts=Shard(-7)))
+        self.odd_embedding = self.styled(FusedEmbeddingParallel(output_layouts=Shard(2)), module=nn.Embedding(8, 2))
         self.cut = nn.Linear(8, 8)
         self.cut.weight = nn.Parameter(distribute_tensor(self.cut.weight.data, self.mesh, [Shard(1)]))
 
@@ -107,6 +108,15 @@ def changed(here: Here) -> object:
     return layer(ones(*X))
 
 
+def grouped(here: Here, name: str) -> None:
+    """What is refused changes nothing."""
+    module = nn.ModuleDict({"q": nn.Linear(8, 8)})
+    try:
+        FusedGroup("q", name)._apply(module, here.mesh)
+    finally:
+        assert type(module["q"]) is nn.Linear
+
+
 DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
 SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
 # What no module takes, and how it is told; the modules that styles have made, by their classes.
@@ -130,57 +140,38 @@ NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, go
 BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     # Layers.
     ("in_features is a float", lambda h: h.column(6.0, 8), TypeError, "in_features must be an int, got 6.0"),
-    ("out_features is None", lambda h: h.column(6, None), TypeError, "out_features must be an int, got None"),
-    ("in_features is text", lambda h: h.row("6", 8), TypeError, "in_features must be an int, got '6'"),
     ("out_features is a flag", lambda h: FSDPLinear(6, True, group=h.group),
      TypeError, "out_features must be an int, got True"),
     ("negative in_features", lambda h: h.row(-6, 8),
      ValueError, "in_features must be 0 or more and below 2**63, got -6"),
     ("huge out_features", lambda h: h.column(6, HUGE),
      ValueError, f"out_features must be 0 or more and below 2**63, got {HUGE}"),
-    ("hidden_size is a float", lambda h: h.mlp(6.0, 8), TypeError, "hidden_size must be an int, got 6.0"),
     ("negative intermediate_size", lambda h: h.mlp(6, -8),
      ValueError, "intermediate_size must be 0 or more and below 2**63, got -8"),
     ("bias is text", lambda h: h.column(bias="no"), TypeError, "bias must be True or False, got 'no'"),
-    ("bias is a tensor", lambda h: h.row(6, 8, ones(8)), TypeError, "bias must be True or False, got tensor("),
     ("bias is None, fsdp", lambda h: FSDPLinear(6, 8, None, group=h.group),
      TypeError, "bias must be True or False, got None"),
     ("integer parameters", lambda h: h.column(dtype=torch.int32), ValueError, f"dtype {DTYPES} torch.int32"),
-    ("complex parameters", lambda h: h.mlp(dtype=torch.complex64), ValueError, f"dtype {DTYPES} torch.complex64"),
     ("dtype is a name", lambda h: h.row(dtype="float32"), TypeError, "dtype must be a torch.dtype, got 'float32'"),
     ("unknown device", lambda h: h.column(device="tpu"),
      ValueError, "device must be a torch.device, its name or its number, got 'tpu'"),
-    ("device is a float", lambda h: h.column(device=3.5),
-     ValueError, "device must be a torch.device, its name or its number, got 3.5"),
     ("device of another maker", lambda h: h.column(device="xpu"),
      ValueError, "device must be one of cpu, cuda, meta, got 'xpu'"),
     ("a layer's unknown schedule", lambda h: h.column(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
-    ("a layer's group", lambda h: h.mlp(group=7), TypeError, f"{NO_GROUP} int"),
-    ("sequence_parallel is text", lambda h: h.column(sequence_parallel="no"),
-     TypeError, "sequence_parallel must be True or False, got 'no'"),
     ("sequence_parallel is a number", lambda h: h.mlp(sequence_parallel=1),
      TypeError, "sequence_parallel must be True or False, got 1"),
     ("a layer's gather_dim", lambda h: h.column(gather_dim=2),
      ValueError, "gather_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got 2"),
-    ("a layer's gather_dim is a flag", lambda h: h.column(gather_dim=True),
-     ValueError, "gather_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got True"),
     ("a layer's scatter_dim is a float", lambda h: h.row(scatter_dim=0.0), ValueError, "scatter_dim must be 0, for"),
     ("sequence_dim", lambda h: h.mlp(sequence_dim=-1),
      ValueError, "sequence_dim must be 0, for [sequence, batch, features], or 1, for [batch, ...], got -1"),
     ("feature_sizes do not add up", lambda h: h.column(feature_sizes=(1, 2, 0, 0)),
      ValueError, "feature_sizes must add up to 8, got 3: (1, 2, 0, 0)"),
-    ("feature_sizes is a number", lambda h: h.mlp(feature_sizes=8),
-     ValueError, "feature_sizes must be one length per rank, in their order, got 8"),
-    ("sequence_sizes is text", lambda h: h.column(sequence_sizes="8888"),
-     ValueError, "sequence_sizes must be one length per rank, in their order, got '8888'"),
-    ("negative sequence_sizes", lambda h: h.row(sequence_sizes=(-1, 9, 0, 0)),
-     ValueError, "sequence_sizes[0] must not be negative, got -1"),
     ("sequence_sizes of another world", lambda h: h.mlp(sequence_sizes=(8,)),
      ValueError, "sequence_sizes must have one entry per rank, 4, got 1: (8,)"),
     ("sequence_sizes set too few", changed, ValueError, "sizes must have one entry per rank, 4, got 2: (1, 2)"),
     ("unknown activation", lambda h: h.mlp(activation="relu"),
      ValueError, "activation must be gelu or swiglu, got 'relu'"),
-    ("activation is None", lambda h: h.mlp(activation=None), ValueError, "activation must be gelu or swiglu, got None"),
     ("a layer's recipe", lambda h: h.row(float8="row-wise"), ValueError, "float8 must be None or one of"),
     ("a layer of a tree, of other lengths", lambda h: h.row(9, 4, order="tree"),
      ValueError, "needs feature_sizes that are as long on every rank"),
@@ -212,21 +203,29 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     # Styles of parallelize_module.
     ("layout is a name", lambda h: FusedColwiseParallel(input_layouts="Shard(0)"),
      ValueError, "input_layouts must be Shard(dim) or Replicate(), got 'Shard(0)'"),
-    ("layout is empty", lambda h: FusedColwiseParallel(input_layouts=()),
-     ValueError, "input_layouts must be Shard(dim) or Replicate(), got ()"),
-    ("layout is a number", lambda h: FusedRowwiseParallel(input_layouts=0),
-     ValueError, "input_layouts must be Shard(dim) or Replicate(), got 0"),
     ("layout is a list", lambda h: FusedRowwiseParallel(output_layouts=[Shard(0)]),
      ValueError, "output_layouts must be Shard(dim) or Replicate(), got [Shard(dim=0)]"),
     ("layout is partial", lambda h: FusedRowwiseParallel(output_layouts=Partial()),
      ValueError, "output_layouts must be Shard(dim) or Replicate(), got Partial("),
-    ("use_local_output is text", lambda h: FusedColwiseParallel(use_local_output="no"),
-     TypeError, "use_local_output must be True or False, got 'no'"),
-    ("a style's schedule", lambda h: FusedColwiseParallel(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'"),
+    *[(f"{style.__name__}'s use_local_output", lambda h, style=style: style(use_local_output="no"),
+     TypeError, "use_local_output must be True or False, got 'no'")
+      for style in (FusedColwiseParallel, FusedEmbeddingParallel)],
+    *[(f"{style.__name__}'s schedule", lambda h, style=style: style(schedule="fast"), ValueError, f"{SCHEDULES} 'fast'")
+      for style in (FusedRowwiseParallel, FusedNormParallel)],
+    *[(f"a style on {name}'s replaced forward",
+       lambda h, style=style, module=module: h.styled(style, None, replaced(module())),
+     NotImplementedError, f"got a {name} whose forward was replaced on the instance") for name, style, module in (
+        ("Linear", FusedRowwiseParallel(), lambda: nn.Linear(8, 8)),
+        ("RMSNorm", FusedNormParallel(), lambda: nn.RMSNorm(8)),
+        ("Embedding", FusedEmbeddingParallel(), lambda: nn.Embedding(8, 8)))],
+    *[(f"a style twice on {name}", lambda h, style=style, name=name: h.styled(style, module=h.styles[name]),
+     NotImplementedError, "has a style already") for name, style in (
+        ("FusedRowwiseLinear", FusedRowwiseParallel()), ("FusedRMSNorm", FusedNormParallel()),
+        ("FusedEmbedding", FusedEmbeddingParallel()))],
+    ("a norm's style on no mesh", lambda h: FusedNormParallel()._apply(nn.LayerNorm(4), None),
+     TypeError, "device_mesh must be a DeviceMesh, got"),
     ("a style on an embedding", lambda h: parallelize_module(nn.Embedding(4, 4), h.mesh, FusedColwiseParallel()),
      NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: torch.distributed.tensor.parallel."),
-    ("a style on a convolution", lambda h: parallelize_module(nn.Conv1d(4, 4, 1), h.mesh, FusedRowwiseParallel()),
-     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got Conv1d, which torch's styles do not take either"),
     ("a style on a subclass", lambda h: h.styled(FusedColwiseParallel(), module=NonDynamicallyQuantizableLinear(4, 4)),
      NotImplementedError, "got NonDynamicallyQuantizableLinear, a subclass that may compute something else"),
     ("a style on a parametrized weight",
@@ -235,14 +234,6 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("a style on a computed weight",
      lambda h: h.styled(FusedColwiseParallel(), module=nn.utils.spectral_norm(nn.Linear(4, 4))),
      NotImplementedError, "got one whose weight is computed before each call"),
-    ("a style twice", lambda h: h.styled(FusedRowwiseParallel(), module=h.rowwise),
-     NotImplementedError, "FusedRowwiseParallel is for nn.Linear, got FusedRowwiseLinear: it has a style already"),
-    ("a style on a replaced forward", lambda h: h.styled(FusedRowwiseParallel(), module=replaced(nn.Linear(8, 8))),
-     NotImplementedError, "got a Linear whose forward was replaced on the instance"),
-    ("a style on a norm's replaced forward", lambda h: h.styled(FusedNormParallel(), module=replaced(nn.RMSNorm(8))),
-     NotImplementedError, "got a RMSNorm whose forward was replaced on the instance"),
-    ("a style on an embedding's", lambda h: h.styled(FusedEmbeddingParallel(), module=replaced(nn.Embedding(8, 8))),
-     NotImplementedError, "got a Embedding whose forward was replaced on the instance"),
     ("a style after torch's", lambda h: h.styled(FusedColwiseParallel(), module=h.theirs),
      NotImplementedError, "got a Linear that has one of torch's styles already"),
     ("torch's style after ours", lambda h: h.styled(ColwiseParallel(), module=h.columnwise),
@@ -258,8 +249,6 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      NotImplementedError, "torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export"),
     ("a style on two axes", lambda h: parallelize_module(nn.Linear(8, 8), h.wide, FusedColwiseParallel()),
      ValueError, "device_mesh must have one dimension, got 2, ('X', 'Y')"),
-    ("a style on a group", lambda h: h.styled(FusedColwiseParallel(), h.group),
-     TypeError, "device_mesh must be a DeviceMesh, got ProcessGroup"),
     ("a style on a name", lambda h: h.styled(FusedRowwiseParallel(), "cpu"),
      TypeError, "device_mesh must be a DeviceMesh, got str"),
     ("a style on a mesh without this rank", lambda h: h.styled(FusedRowwiseParallel(), h.foreign),
@@ -272,6 +261,29 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "output_layouts must shard one of 2 dimensions, got Shard(dim=-7)"),
     *[(f"{what} for a {name}", lambda h, name=name, x=x: h.styles[name](x()), TypeError, f"input must be a {text}")
       for what, (x, text) in NOT_DENSE.items() for name in STYLED],
+    ("a norm's dim", lambda h: FusedNormParallel(sequence_dim="1"), TypeError, "sequence_dim must be an int, got '1'"),
+    ("a norm of split features", lambda h: h.styles["FusedRMSNorm"](ones(2, 8)),
+     ValueError, "must not be sharded along its last dim"),
+    *[(f"a norm's style on {name}", lambda h, module=module: h.styled(FusedNormParallel(), module=module),
+     NotImplementedError, f"is for nn.Dropout and for a norm with no modules in it, got {name}")
+      for name, module in (("AlphaDropout", nn.AlphaDropout()), ("Sequential", nn.Sequential(nn.LayerNorm(4))))],
+    ("an embedding's style on a linear", lambda h: h.styled(FusedEmbeddingParallel()),
+     NotImplementedError, "is for nn.Embedding with a weight of its own, got Linear"),
+    *[(f"an embedding's {option}",
+       lambda h, option=option: h.styled(FusedEmbeddingParallel(), module=nn.Embedding(9, 6, **{option: 1})),
+     NotImplementedError, f"nn.Embedding's {option}") for option in ("max_norm", "sparse", "scale_grad_by_freq")],
+    ("an embedding's layout", lambda h: FusedEmbeddingParallel(output_layouts="whole"),
+     ValueError, "must be Shard(dim) or Replicate(), got 'whole'"),
+    ("an embedding's layout out of range", lambda h: h.odd_embedding(ones(4, dtype=torch.long)),
+     ValueError, "output_layouts must shard one of 2 dimensions"),
+    # On the rank without that row as well, which would else look up nothing and wait.
+    *[(f"row {row} of an embedding of 8", lambda h, row=row: h.styles["FusedEmbedding"](torch.tensor([0, row])),
+     IndexError, f"from 0 to 7, got {text}") for row, text in ((8, "0 to 8"), (-1, "-1 to 0"))],
+    *[(f"a group of {names}", lambda h, names=names: FusedGroup(*names), kind, text) for names, kind, text in (
+        (("q",), ValueError, "two linears or more"), (("q", "q"), ValueError, "two linears or more"),
+        (("q", 3), TypeError, "takes the linears' names, got 3"))],
+    ("a group of a name that is not there", lambda h: grouped(h, "z"), ValueError, "ModuleDict has no 'z'"),
+    ("a group with itself in it", lambda h: grouped(h, ""), NotImplementedError, "is for nn.Linear, got ModuleDict"),
     ("floats for an embedding", lambda h: h.styles["FusedEmbedding"](ones(2)),
      TypeError, "input must be indices in torch.int64 or torch.int32, got torch.float32"),
     ("a styled linear's features", lambda h: h.rowwise(ones(4, 5)),

@@ -14,7 +14,7 @@ from fusedtp.cost.hardware import HARDWARE
 from fusedtp.float8 import BLOCK
 from fusedtp.scaled import SCALE_BYTES, packed_bytes
 
-from .published_times import Published, of
+from .published_times import of
 from .test_cost import invoke, plain
 
 # Matmul of e4m3 operands + reduce-scatter on 8 B300: the scaled matmul and then NCCL. N 16384 and, as the command is
@@ -22,34 +22,21 @@ from .test_cost import invoke, plain
 UNFUSED = of("issue 179770", way="unfused")
 
 
-@pytest.mark.parametrize("row", UNFUSED, ids=lambda row: f"{row.M} rows")
-def test_published_loss_of_few_rows_of_float8(row: Published) -> None:
+def test_few_rows_of_float8_are_not_worth_it() -> None:
     """Issuing chunks from the host takes longer than both ops one after the other, theirs and by the model."""
-    (chunked,) = of("issue 179770", way="decomposed", M=row.M)
-    found = cost.predict(
-        "matmul_reduce_scatter", M=row.M, N=row.N, K=row.K, world_size=8, dtype=row.dtype, hardware="b300",
-        casts=False,
-    )  # fmt: skip
-    assert found.decomposed_us is not None
-    assert found.unfused_us / found.decomposed_us < 0.4
-    assert row.us / chunked.us < 0.4
-    assert found.winner == "unfused"
-    # Our kernel is not theirs, but it reads the weight for every rank's few rows.
-    assert found.fused_us is not None
-    assert found.fused_us > 1.3 * found.unfused_us
-
-
-def test_auto_does_not_fuse_few_rows_of_float8() -> None:
-    allowed = ("fused", "decomposed", "unfused")
+    op, dtype, allowed = "matmul_reduce_scatter", "float8_e4m3fn", ("fused", "decomposed", "unfused")
     for row in UNFUSED:
-        made = tuning.decide(
-            None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, row.M, 16384, allowed
-        )  # fmt: skip
-        assert made is not None
-        assert made[0] == "unfused"
-    made = tuning.decide(None, HARDWARE["b300"], "matmul_reduce_scatter", "float8_e4m3fn", 8, 8192, 16384, allowed)
-    assert made is not None
-    assert made[0] == "fused"
+        (chunked,) = of("issue 179770", way="decomposed", M=row.M)
+        sizes: dict[str, Any] = {"M": row.M, "N": row.N, "K": row.K, "world_size": 8, "dtype": row.dtype}
+        found = cost.predict(op, hardware="b300", casts=False, **sizes)
+        assert found.unfused_us / found.decomposed_us < 0.4
+        assert row.us / chunked.us < 0.4
+        assert found.winner == "unfused"
+        # Our kernel is not theirs, but it reads the weight for every rank's few rows.
+        assert found.fused_us > 1.3 * found.unfused_us
+        assert tuning.decide(None, HARDWARE["b300"], op, dtype, 8, row.M, 16384, allowed)[0] == "unfused"
+    assert len(UNFUSED) > 1
+    assert tuning.decide(None, HARDWARE["b300"], op, dtype, 8, 8192, 16384, allowed)[0] == "fused"
 
 
 def test_float8_by_hand() -> None:
@@ -133,25 +120,18 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
     assert columns.matmul_us == rows.matmul_us
     added = columns.unfused_us - rows.unfused_us - (columns.comm_us - rows.comm_us)
     assert added == pytest.approx(8 * (2 * 3 + 8192 * 1024 * 24 / 3.35e6))
-    assert columns.fused_us is not None
     assert columns.fused_us > 0.9 * columns.bound_us
-
-
-def shown(time_us: float) -> str:
-    return f"{time_us:.1f}".removesuffix(".0")
 
 
 def test_command_knows_fp8() -> None:
     size = ("all_gather_matmul", "--m", "4096")
-    result = invoke(*size, "--dtype", "fp8")
-    assert result.exit_code == 0, result.output
-    assert "all_gather_matmul, float8_e4m3fn, h100, microseconds" in result.output
-    assert "by two kernels" in result.output
     found = cost.predict("all_gather_matmul", M=4096, N=28672, K=8192, world_size=8, dtype="float8_e4m3fn")
-    assert f" {shown(found.unfused_us)} " in result.output
-    given = invoke(*size, "--dtype", "float8_e4m3fn", "--no-casts")
-    assert f" {shown(found.unfused_us - found.cast_us)} " in given.output
-    on_mi300x = invoke(*size, "--dtype", "fp8", "--hardware", "mi300x")
-    assert "all_gather_matmul, float8_e4m3fnuz, mi300x, microseconds" in on_mi300x.output
-    on_a100 = invoke(*size, "--dtype", "fp8", "--hardware", "a100")
-    assert "does not multiply float8_e4m3fn on NVIDIA A100 SXM 80 GB: no fused" in on_a100.output
+    without = f" {found.unfused_us - found.cast_us:.1f}".removesuffix(".0")
+    for options, said in (
+        (("--dtype", "fp8"), "all_gather_matmul, float8_e4m3fn, h100, microseconds"),
+        (("--dtype", "fp8"), "by two kernels"),
+        (("--dtype", "float8_e4m3fn", "--no-casts"), without),
+        (("--dtype", "fp8", "--hardware", "mi300x"), "all_gather_matmul, float8_e4m3fnuz, mi300x, microseconds"),
+        (("--dtype", "fp8", "--hardware", "a100"), "not multiply float8_e4m3fn on NVIDIA A100 SXM 80 GB: no fused"),
+    ):
+        assert said in invoke(*size, *options).output

@@ -27,7 +27,8 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.grouped import Unpacked
 
-from .harness import LARGE
+from .harness import LARGE, mesh_of, on_ranks
+from .test_layer_state import whole
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
@@ -72,11 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "zero_expert_num": 2,
             "q_lora_rank": 16,
             "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 4,
-            "head_dim": 4,
             "num_key_value_heads": 8,
+            **{f"{each}head_dim": 4 for each in ("", "v_", "qk_rope_", "qk_nope_")},
             **EXPERTS,
         },
     ),
@@ -107,10 +105,6 @@ def decoder(name: str, **changes: Any) -> Any:
     return model.double().eval()
 
 
-def mesh_of(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-
-
 def close(out: Tensor, expected: Tensor, name: str) -> None:
     out = out.full_tensor() if isinstance(out, DTensor) else out
     # What is computed in float32, as some norms are, is right to about 1e-7; a wrong sum differs in the first digits.
@@ -139,28 +133,19 @@ def gradients_are_those_of(model: nn.Module, dense: nn.Module) -> None:
             close(found[name], grad, f"gradient of {name}")
 
 
-def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
-    dense, model = decoder(name), decoder(name)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
-    told = [str(each.message) for each in caught if "parallelize leaves" in str(each.message)]
-    assert len(told) == (group.rank() == 0 and hasattr(dense.config, "num_experts_per_tok"))
-    assert all(re.search(r"whole on every rank, \d\d% of the bytes: .*mlp|moe", each) for each in told)
-    torch.manual_seed(12)
-    # The second text is shorter by two tokens.
-    tokens, mask = torch.randint(3, VOCABULARY, (2, 9)), torch.ones(2, 9, dtype=torch.long)
-    mask[1, -2:] = 0
-    given = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+def tokens_of(length: int = 9) -> Tensor:
+    return torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(14))
+
+
+def alike(model: nn.Module, dense: nn.Module, **given: Any) -> None:
+    """Compare logits, the loss and every gradient of one call."""
     expected, got = dense(**given), model(**given)
-    close(got.logits, expected.logits, "logits")
-    close(got.loss, expected.loss, "loss")
+    for name in expected:
+        if name == "loss" or name.endswith("logits"):
+            close(got[name], expected[name], name)
     expected.loss.backward()
     got.loss.backward()
     gradients_are_those_of(model, dense)
-    with torch.inference_mode():
-        how = {"max_new_tokens": 4, "do_sample": False}
-        assert torch.equal(model.generate(tokens[:, :6], **how), dense.generate(tokens[:, :6], **how))
 
 
 def _spread() -> list[Any]:
@@ -176,12 +161,31 @@ def _spread() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel", "world_size"), _spread())
-def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool, world_size: int) -> None:
-    pool.run(as_in_one_process, name, sequence_parallel, world_size=world_size)
+@on_ranks()
+def test_as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool, world_size: int) -> None:
+    dense, model = decoder(name), decoder(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
+    told = [str(each.message) for each in caught if "parallelize leaves" in str(each.message)]
+    assert len(told) == (group.rank() == 0 and hasattr(dense.config, "num_experts_per_tok"))
+    assert all(re.search(r"whole on every rank, \d\d% of the bytes: .*mlp|moe", each) for each in told)
+    # The second text is shorter by two tokens.
+    tokens, mask = tokens_of(), torch.ones(2, 9, dtype=torch.long)
+    mask[1, -2:] = 0
+    alike(model, dense, input_ids=tokens, attention_mask=mask, labels=tokens)
+    with torch.inference_mode():
+        how = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(tokens[:, :6], **how), dense.generate(tokens[:, :6], **how))
+
+
+SHARED = ("layer", "norm", "in a group", "weight")
 
 
 def shared(name: str) -> Any:
-    """A decoder whose second layer has a weight of the first, or is the first."""
+    """A decoder whose second layer has a weight of the first, or is the first; or one that shares nothing."""
+    if name not in SHARED:
+        return decoder(name)
     model = decoder("Llama")
     first, second = model.model.layers
     if name == "layer":
@@ -195,64 +199,67 @@ def shared(name: str) -> Any:
     return model
 
 
-def trained_with_shared(group: ProcessGroup, sequence_parallel: bool) -> None:
-    for name in ("layer", "norm", "in a group", "weight"):
-        dense, model = shared(name), shared(name)
+def trained(group: ProcessGroup, names: tuple[str, ...], sequence_parallel: bool) -> None:
+    """Two batches of different lengths before each of two steps, with activation checkpointing, then evaluation."""
+    for name in names:
+        dense, model = shared(name).train(), shared(name).train()
         fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
-        assert len(list(model.parameters())) == len(list(dense.parameters())), name
-        tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
-        for each in (dense, model):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            each(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            optimizer.step()
-        gradients_are_those_of(model, dense)
-        logits = (each(input_ids=tokens, use_cache=False).logits for each in (model, dense))
-        close(*logits, name)
+        assert name not in SHARED or len(list(model.parameters())) == len(list(dense.parameters())), name
+        model.gradient_checkpointing_enable()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (dense, model)]
+        for _ in range(2):
+            for length in (9, 4):
+                alike(model, dense, input_ids=tokens_of(length), labels=tokens_of(length), use_cache=False)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            logits = [each(input_ids=tokens_of(), use_cache=False).logits for each in (model, dense)]
+            close(*logits, f"{name} after two steps")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_what_modules_share_stays_one(pool: RankPool, sequence_parallel: bool) -> None:
-    pool.run(trained_with_shared, sequence_parallel, world_size=2)
+def test_a_training_loop_and_what_modules_share_stays_one(pool: RankPool, sequence_parallel: bool) -> None:
+    names = (*SHARED, "Qwen3", "Phi3") if sequence_parallel else SHARED
+    pool.run(trained, names, sequence_parallel, world_size=2)
 
 
-def seeded_unlike(group: ProcessGroup, sequence_parallel: bool) -> None:
+@on_ranks(2)
+def test_ranks_that_are_seeded_unlike(group: ProcessGroup) -> None:
     """Every parameter and buffer is that of the first rank, split or whole."""
     dense, model = decoder("GPT-2"), decoder("GPT-2")
     with torch.no_grad():
         for each in (*model.parameters(), *model.buffers()):
             each.add_(group.rank())
-    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
-    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
-    close(model(input_ids=tokens).logits, dense(input_ids=tokens).logits, "logits")
-
-
-def test_ranks_that_are_seeded_unlike(pool: RankPool) -> None:
-    pool.run(seeded_unlike, False, world_size=2)
-
-
-def with_loss_parallel(group: ProcessGroup, sequence_parallel: bool) -> None:
-    """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
-    dense, model = decoder("Llama, tied"), decoder("Llama, tied")
-    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel, loss_parallel=True)
-    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(14))
-    expected = dense(input_ids=tokens, labels=tokens)
-    expected.loss.backward()
-    with loss_parallel():
-        got = model(input_ids=tokens, labels=tokens)
-        assert isinstance(got.logits, DTensor)
-        assert got.logits.placements == (Shard(2),)
-        close(got.logits, expected.logits, "logits")
-        close(got.loss, expected.loss, "loss")
-        got.loss.backward()
-    gradients_are_those_of(model, dense)
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=False)
+    close(model(input_ids=tokens_of()).logits, dense(input_ids=tokens_of()).logits, "logits")
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_a_parallel_loss(pool: RankPool, sequence_parallel: bool) -> None:
-    pool.run(with_loss_parallel, sequence_parallel, world_size=2)
+@on_ranks(2)
+def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
+    dense, model = decoder("Llama, tied"), decoder("Llama, tied")
+    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel, loss_parallel=True)
+    with loss_parallel():
+        logits = model(input_ids=tokens_of()).logits
+        assert isinstance(logits, DTensor)
+        assert logits.placements == (Shard(2),)
+        alike(model, dense, input_ids=tokens_of(), labels=tokens_of())
 
 
-def with_another_head(group: ProcessGroup, kind: str, head: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("Llama", "SequenceClassification"), ("Llama", "TokenClassification"), ("Llama", "QuestionAnswering"),
+        ("GPT2", "SequenceClassification"),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_another_head_than_one_of_the_vocabulary(
+    group: ProcessGroup, kind: str, head: str, sequence_parallel: bool
+) -> None:
     """It is plain torch, on all tokens: its parameters and their gradients are the same on every rank."""
     import transformers
 
@@ -262,53 +269,15 @@ def with_another_head(group: ProcessGroup, kind: str, head: str, sequence_parall
     auto = getattr(transformers, f"AutoModelFor{head}")
     dense = auto.from_config(getattr(transformers, f"{kind}Config")(**settings)).double().eval()
     model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
-    tokens = torch.randint(3, VOCABULARY, (2, 9))
     many = {"QuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 8])}}
     labels = torch.randint(3, (2, 9) if head == "TokenClassification" else (2,))
-    given = {"input_ids": tokens, **many.get(head, {"labels": labels})}
-    expected, got = dense(**given), model(**given)
-    close(got.loss, expected.loss, "loss")
-    expected.loss.backward()
-    got.loss.backward()
-    gradients_are_those_of(model, dense)
+    alike(model, dense, input_ids=tokens_of(), **many.get(head, {"labels": labels}))
 
 
-@pytest.mark.parametrize(
-    ("kind", "head"),
-    [
-        ("Llama", "SequenceClassification"), ("Llama", "TokenClassification"), ("Llama", "QuestionAnswering"),
-        ("GPT2", "SequenceClassification"),
-    ],
-)  # fmt: skip
-def test_another_head_than_one_of_the_vocabulary(pool: RankPool, kind: str, head: str) -> None:
-    for sequence_parallel in (True, False):
-        pool.run(with_another_head, kind, head, sequence_parallel, world_size=2)
-
-
-def trained(group: ProcessGroup, name: str) -> None:
-    """Two batches of different lengths before one step, with activation checkpointing, then evaluation."""
-    dense, model = decoder(name).train(), decoder(name).train()
-    fusedtp.parallelize(model, mesh_of(group))
-    model.gradient_checkpointing_enable()
-    torch.manual_seed(13)
-    batches = [torch.randint(3, VOCABULARY, (2, length)) for length in (9, 4)]
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, foreach=False) for each in (dense, model)]
-    for _ in range(2):
-        for each, optimizer in zip((dense, model), optimizers, strict=True):
-            losses = [each(input_ids=tokens, labels=tokens, use_cache=False).loss for tokens in batches]
-            sum(losses).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    with torch.no_grad():
-        close(model(input_ids=batches[0]).logits, dense(input_ids=batches[0]).logits, "logits after two steps")
-
-
-@pytest.mark.parametrize("name", ["Qwen3", "Phi3"])
-def test_a_training_loop(pool: RankPool, name: str) -> None:
-    pool.run(trained, name, world_size=2)
-
-
-def saved_whole(group: ProcessGroup) -> None:
+# torch says that it cannot see where the storages of DTensors lie.
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
     """torch.save of a model that is split, with the hooks that split its tokens; and logits of chosen tokens."""
     for name in ("Llama with one key head", "OLMo2", "Mixtral"):
         model = fusedtp.parallelize(decoder(name), mesh_of(group))
@@ -323,28 +292,23 @@ def saved_whole(group: ProcessGroup) -> None:
             close(model(**given).logits, dense(**given).logits, f"logits of {kept}")
 
 
-# torch says that it cannot see where the storages of DTensors lie.
-@pytest.mark.filterwarnings("ignore")
-def test_saved_whole_and_logits_of_some_tokens(pool: RankPool) -> None:
-    pool.run(saved_whole, world_size=2)
-
-
-def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
+@on_ranks(2)
+def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
     """The whole state under its own names, packed linears too, can be loaded again; without it nothing is written."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in ("Llama, tied", "Phi3", "GPT-2"):
         dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))
         with pytest.raises(NotImplementedError, match=r"takes the whole state: .* get_model_state_dict"):
-            model.save_pretrained(folder / name)
+            model.save_pretrained(tmp_path / name)
         with pytest.raises(NotImplementedError, match="takes the whole state"):
-            copy.deepcopy(model).save_pretrained(folder / name, state_dict=model.state_dict())
+            copy.deepcopy(model).save_pretrained(tmp_path / name, state_dict=model.state_dict())
         with pytest.raises(NotImplementedError, match=f"this {type(dense).__name__}: resize them before parallelize"):
             model.resize_token_embeddings(VOCABULARY + 1)
-        assert not (folder / name).exists()
+        assert not (tmp_path / name).exists()
         state = get_model_state_dict(model, options=options)
         if group.rank() == 0:
-            model.save_pretrained(folder / name, state_dict=state)
-            again = type(dense).from_pretrained(folder / name, dtype=torch.float64).state_dict()
+            model.save_pretrained(tmp_path / name, state_dict=state)
+            again = type(dense).from_pretrained(tmp_path / name, dtype=torch.float64).state_dict()
             assert again.keys() == dense.state_dict().keys()
             assert all(torch.equal(again[key], value) for key, value in dense.state_dict().items())
         dist.barrier(group)
@@ -357,17 +321,22 @@ def saved_by_hugging_face(group: ProcessGroup, folder: Path) -> None:
         assert all(torch.equal(loaded[key], value) for key, value in state.items())
 
 
-def test_saved_by_hugging_face(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(saved_by_hugging_face, tmp_path, world_size=2)
-
-
-def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
+        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
     """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
     stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
     """
     dense, model = decoder(name, **changes).train(), decoder(name, **changes).train()
     fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
-    tokens = torch.randint(3, VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(16))
+    tokens = tokens_of()[:1]
     torch.manual_seed(17)
     for _ in range(2):
         model.zero_grad()
@@ -388,71 +357,40 @@ def with_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
         gradients_are_those_of(model, dense)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
-        ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
-    ],
-)  # fmt: skip
-def test_dropout(pool: RankPool, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
-    pool.run(with_dropout, name, changes, sequence_parallel, world_size=2)
-
-
-def whole_gradient(parameter: Tensor) -> Tensor:
-    """Of all ranks' parts."""
-    assert parameter.grad is not None
-    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-
-
-def in_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
+@pytest.mark.parametrize(("name", "recipe"), [("Llama with one key head", "rowwise"), ("Qwen3", "tensorwise")])
+@on_ranks(2)
+def test_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     """Off by what a cast rounds, and by no more; the head is as it was."""
     mesh = DeviceMesh.from_group(group, "cpu")
     dense, model = decoder(name).float(), fusedtp.parallelize(decoder(name).float(), mesh, float8=recipe)
-    torch.manual_seed(15)
-    tokens = torch.randint(3, VOCABULARY, (2, 9))
-    ours, theirs = (each(input_ids=tokens, labels=tokens) for each in (model, dense))
+    ours, theirs = (each(input_ids=tokens_of(), labels=tokens_of()) for each in (model, dense))
     off = (ours.logits - theirs.logits).norm() / theirs.logits.norm()
     assert 1e-4 < off < 0.1
     ours.loss.backward()
     theirs.loss.backward()
     # All together: some are sums that all but cancel in so small a model.
-    mine, its = (
-        torch.cat([whole_gradient(each).flatten() for each in of.parameters()]) for of in (model, dense)
-    )  # fmt: skip
+    mine, its = (torch.cat([whole(each.grad).flatten() for each in of.parameters()]) for of in (model, dense))
     assert torch.cosine_similarity(mine, its, 0) > 0.97
     float8_of = {key: each.layouts.options.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
     assert {recipe, None} == set(float8_of.values())
     assert float8_of["lm_head"] is None
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_with_gw_hp"])
-def test_float8(pool: RankPool, recipe: str) -> None:
-    pool.run(in_float8, "Llama with one key head" if recipe == "rowwise" else "Qwen3", recipe, world_size=2)
-
-
-def with_fsdp(group: ProcessGroup, name: str) -> None:
+# torch says of what such a model returns that it must not be changed in place.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
+@on_ranks()
+def test_data_parallel_on_the_other_axis(group: ProcessGroup, name: str) -> None:
     """FSDP2 on another axis looks for parameters by their names: it must find them, norms' and shared ones too."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
     dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh["tp"])
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    torch.manual_seed(14)
-    tokens = torch.randint(3, VOCABULARY, (4, 9))
+    tokens = torch.cat([tokens_of(), tokens_of().flip(1)])
     mine = tokens.chunk(2)[mesh.get_local_rank("dp")]
     for turn in (1, 2):
         dense(input_ids=tokens, labels=tokens).loss.backward()
         model(input_ids=mine, labels=mine).loss.backward()
         for (key, parameter), reference in zip(model.named_parameters(), dense.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert reference.grad is not None
             close(parameter.grad, reference.grad, f"gradient of {key}, turn {turn}")
-
-
-# torch says of what such a model returns that it must not be changed in place.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
-def test_data_parallel_on_the_other_axis(pool: RankPool, name: str) -> None:
-    pool.run(with_fsdp, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,8 @@ import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.styles.decoders import decoder_plan
 
-from .test_decoders import COMMON, decoder, mesh_of
+from .harness import mesh_of, on_ranks
+from .test_decoders import COMMON, decoder
 
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
@@ -44,6 +46,60 @@ def with_parameter(where: str, *shape: int, buffer: bool | None = None, name: st
     return model
 
 
+def changed(change: Callable[[Any], object], name: str = "Llama", **settings: Any) -> Any:
+    model = decoder(name, **settings)
+    change(model)
+    return model
+
+
+def one_weight(model: Any) -> None:
+    model.model.layers[1].mlp.down_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def normed(model: Any) -> None:
+    for layer in model.model.layers:
+        nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
+
+
+def extra() -> nn.Parameter:
+    return nn.Parameter(torch.ones(32))
+
+
+# What a plan for two ranks refuses: how the model is made, and what is said.
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nn.Linear(2, 2), "with one stack of layers: Linear has 0"),
+    # Its norms have no parameters.
+    (lambda: other("Olmo"), "OlmoModel, it has none: pass sequence_parallel=False"),
+    (lambda: changed(lambda m: setattr(m.model.layers[1].self_attn, "v_proj", nn.Linear(32, 16, bias=False))),
+     r"1\.self_attn\.v_proj differs .*, Linear \[\[16, 32\]\] and Linear \[\["),
+    (lambda: changed(lambda m: setattr(m.model.layers[1], "extra", extra())),
+     r"alike: model\.layers\.1 differs from model\.layers\.0, Llama"),
+    (lambda: other("Glm4Moe", n_routed_experts=4, moe_intermediate_size=8),
+     r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"),
+    (lambda: changed(one_weight, intermediate_size=32),
+     r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"),
+    (lambda: changed(normed), r"model\.layers\.0\.mlp\.up_proj is one with a parametrization"),
+    *[(lambda kind=kind: other(kind), rf"model\.layers\.\*\.self_attn\.{name}, a parameter")
+      for kind, name in (("GraniteSWA", "sinks"), ("Beam", "gate_bias"), ("Doge", "A"))],
+    *[(lambda where=where, shape=shape, lasts=lasts: with_parameter(where, *shape, buffer=lasts),
+       rf"{where}\.extra, a buffer of \({shape[0]},.*as long as heads")
+      for where, shape, lasts in (("self_attn", (1, 8, 1), True), ("self_attn", (4,), False), ("mlp", (44,), True))],
+    # Each rank would have the gradient of its own tokens.
+    (lambda: with_parameter("", 32), r"around model\.layers\.\*\.extra, .*: pass sequence_parallel=False"),
+    (lambda: changed(lambda m: setattr(m, "extra", extra())), "around extra,"),
+    (lambda: changed(lambda m: setattr(m.model, "extra", extra())), r"around model\.extra,"),
+    (lambda: changed(lambda m: setattr(m.model, "extra", extra())).model, "around extra,"),
+    (lambda: changed(lambda m: setattr(m.model, "norm", nn.Conv1d(32, 32, 3))),
+     "one norm with parameters .*it has norm: pass sequence_parallel"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "said"), BAD, ids=[said for _, said in BAD])
+def test_refused_by_name(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(NotImplementedError, match=said):
+        decoder_plan(make(), 2)
+
+
 def test_heads_that_cannot_be_shared_out() -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.\*\.self_attn: 8 attention heads .* over 3 ranks"):
         decoder_plan(decoder("Llama"), 3)
@@ -55,100 +111,27 @@ def test_heads_that_cannot_be_shared_out() -> None:
             decoder_plan(decoder(name, num_key_value_heads=2), 4)
 
 
-def test_other_models() -> None:
-    with pytest.raises(NotImplementedError, match="decoders of Hugging Face, with one stack of layers: Linear has 0"):
-        decoder_plan(nn.Linear(2, 2), 2)
-    with pytest.raises(TypeError, match="sequence_parallel must be True or False, got 1"):
-        decoder_plan(decoder("Llama"), 2, sequence_parallel=1)  # type: ignore[arg-type]
-    # Its norms have no parameters.
-    with pytest.raises(NotImplementedError, match="OlmoModel, it has none: pass sequence_parallel=False"):
-        decoder_plan(other("Olmo"), 2)
-    decoder_plan(other("Olmo"), 2, sequence_parallel=False)
-
-
-def test_layers_that_are_not_alike() -> None:
-    odd = decoder("Llama")
-    odd.model.layers[1].self_attn.v_proj = nn.Linear(32, 16, bias=False)
-    with pytest.raises(
-        NotImplementedError, match=r"1\.self_attn\.v_proj differs .*, Linear \[\[16, 32\]\] and Linear \[\["
-    ):
-        decoder_plan(odd, 2)
-    odd = decoder("Llama")
-    odd.model.layers[1].extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(NotImplementedError, match=r"alike: model\.layers\.1 differs from model\.layers\.0, Llama"):
-        decoder_plan(odd, 2)
-    experts = other("Glm4Moe", n_routed_experts=4, moe_intermediate_size=8)
-    with pytest.raises(
-        NotImplementedError, match=r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"
-    ):
-        decoder_plan(experts, 2)
-
-
-def test_a_parameter_shared_by_what_is_split_otherwise() -> None:
-    odd = decoder("Llama", intermediate_size=32)
-    odd.model.layers[1].mlp.down_proj.weight = odd.model.layers[0].mlp.up_proj.weight
-    shared = r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"
-    with pytest.raises(NotImplementedError, match=shared):
-        decoder_plan(odd, 2)
-
-
-def test_linears_that_compute_something_else() -> None:
-    normed = decoder("Llama")
-    nn.utils.parametrizations.weight_norm(normed.model.layers[1].mlp.up_proj)
-    nn.utils.parametrizations.weight_norm(normed.model.layers[0].mlp.up_proj)
-    with pytest.raises(NotImplementedError, match=r"model\.layers\.0\.mlp\.up_proj is one with a parametrization"):
-        decoder_plan(normed, 2)
-
-
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_parameters_of_a_module_whose_linears_are_split(sequence_parallel: bool) -> None:
-    for where, shape in (("self_attn", (1,)), ("self_attn", (8,)), ("mlp", (1,)), ("mlp", (44,))):
+def test_a_parameter_of_a_module_whose_linears_are_split() -> None:
+    for where, shape in (("self_attn", (1,)), ("self_attn", (8,)), ("mlp", (44,))):
         said = rf"splits the linears of model\.layers\.\*\.{where}, .* model\.layers\.\*\.{where}\.extra, a parameter"
-        with pytest.raises(NotImplementedError, match=said):
-            decoder_plan(with_parameter(where, *shape), 2, sequence_parallel=sequence_parallel)
+        for sequence_parallel in (True, False):
+            with pytest.raises(NotImplementedError, match=said):
+                decoder_plan(with_parameter(where, *shape), 2, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("GraniteSWA", "sinks"), ("Beam", "gate_bias"), ("Doge", "A")])
-def test_models_with_such_parameters(kind: str, name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"model\.layers\.\*\.self_attn\.{name}, a parameter"):
-        decoder_plan(other(kind), 2)
-
-
-def test_buffers_as_long_as_heads_or_features() -> None:
-    for where, shape, lasting in (("self_attn", (1, 8, 1), True), ("self_attn", (4,), False), ("mlp", (44,), True)):
-        with pytest.raises(NotImplementedError, match=rf"{where}\.extra, a buffer of \({shape[0]},.*as long as heads"):
-            decoder_plan(with_parameter(where, *shape, buffer=lasting), 2)
+def test_what_is_not_refused() -> None:
+    for model in (other("Olmo"), with_parameter("", 32)):
+        decoder_plan(model, 2, sequence_parallel=False)
     # A causal mask for as many tokens, and a number.
     decoder_plan(with_parameter("self_attn", 1, 1, 8, 8, buffer=False), 2)
     decoder_plan(with_parameter("self_attn", 1, buffer=True), 2)
-
-
-def test_parameters_that_would_see_split_tokens() -> None:
-    """Each rank would have the gradient of its own tokens."""
-    model = with_parameter("", 32)
-    with pytest.raises(NotImplementedError, match=r"around model\.layers\.\*\.extra, .*: pass sequence_parallel=False"):
-        decoder_plan(model, 2)
-    decoder_plan(model, 2, sequence_parallel=False)
-    for module, said in ((decoder("Llama"), r"around extra,"), (decoder("Llama").model, r"around extra,")):
-        module.extra = nn.Parameter(torch.ones(32))
-        with pytest.raises(NotImplementedError, match=said):
-            decoder_plan(module, 2)
-    model = decoder("Llama")
-    model.model.extra = nn.Parameter(torch.ones(32))
-    with pytest.raises(NotImplementedError, match=r"around model\.extra,"):
-        decoder_plan(model, 2)
-
-
-def test_what_is_no_norm_sees_all_tokens() -> None:
-    """A convolution over tokens has parameters and no modules in it, as a norm has."""
+    # A convolution over tokens has parameters and no modules in it, as a norm has, and sees all tokens.
     model = decoder("Llama")
     for layer in model.model.layers:
         layer.mix = nn.Conv1d(32, 32, 3)
     assert list(map(repr, decoder_plan(model, 2)["model.layers.*.mix"])) == ["WholeTokens"]
-    model = decoder("Llama")
-    model.model.norm = nn.Conv1d(32, 32, 3)
-    with pytest.raises(NotImplementedError, match=r"one norm with parameters .*it has norm: pass sequence_parallel"):
-        decoder_plan(model, 2)
+    with pytest.raises(TypeError, match="sequence_parallel must be True or False, got 1"):
+        decoder_plan(decoder("Llama"), 2, sequence_parallel=1)  # type: ignore[arg-type]
 
 
 def disagreeing(group: ProcessGroup) -> list[str]:
@@ -168,6 +151,9 @@ def disagreeing(group: ProcessGroup) -> list[str]:
         assert not any(isinstance(each, DTensor) for each in model.parameters())
         told.append(str(caught.value))
     assert time.monotonic() - start < 20
+    # Ranks that are refused alike have their own error.
+    with pytest.raises(ValueError, match="3 attention heads"):
+        fusedtp.parallelize(decoder("Llama", num_attention_heads=3, hidden_size=12, num_key_value_heads=1), mesh)
     split = fusedtp.parallelize(decoder("Llama"), mesh)
     with pytest.raises(
         NotImplementedError, match=r"embed_tokens\.weight of this LlamaForCausalLM is a DTensor: it has"
@@ -187,17 +173,8 @@ def test_ranks_that_mean_different_things(pool: RankPool) -> None:
     assert "config.rms_norm_eps: 1e-06 on rank 0, 0.01 on rank 1" in eps
 
 
-def alike_refused(group: ProcessGroup) -> None:
-    model = decoder("Llama", num_attention_heads=3, hidden_size=12, num_key_value_heads=1)
-    with pytest.raises(ValueError, match="3 attention heads"):
-        fusedtp.parallelize(model, mesh_of(group))
-
-
-def test_ranks_that_are_refused_alike_have_their_own_error(pool: RankPool) -> None:
-    pool.run(alike_refused, world_size=2)
-
-
-def late(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_come(group: ProcessGroup) -> None:
     """Rank 1 comes when rank 0 has given up: it does not go on alone, and the next call works."""
     mesh, model = mesh_of(group), decoder("Llama")
     # Rank 0 calls while the other one sleeps, however busy the machine is.
@@ -212,7 +189,3 @@ def late(group: ProcessGroup) -> None:
     finally:
         fusedtp.set_timeout(110, group=group)
     fusedtp.parallelize(model, mesh)
-
-
-def test_a_rank_that_does_not_come(pool: RankPool) -> None:
-    pool.run(late, world_size=2)

@@ -26,7 +26,7 @@ from fusedtp.op import OPS, Task
 from fusedtp.workspaces import generation, registry
 
 from . import direct
-from .harness import last_path
+from .harness import last_path, on_ranks
 
 SMALL, LARGE = 32, 512
 
@@ -118,81 +118,61 @@ def test_ranks_with_different_tables_agree(pool: RankPool, tmp_path: Path) -> No
         assert {schedule for schedule, _ in results[0][0][0].values()} == {expected}
 
 
-def test_a_file_that_cannot_be_used_is_named_once(pool: RankPool, tmp_path: Path) -> None:
-    (tmp_path / "bad").write_text("{]")
-    (tmp_path / "foreign").write_text(planted("unfused", "unfused", torch="1.0"))
-    for name, why in (("bad", "not a table"), ("foreign", "measured with torch '1.0', here ")):
-        results = pool.run(with_tables, [str(tmp_path / name)] * 2, [SMALL, LARGE], world_size=2)
-        (small, large), said = results[0]
-        assert len(said) == 1
-        assert str(tmp_path / name) in said[0]
-        assert why in said[0]
-        assert results[1] == ([small, large], [])
-        assert small == large
-        for op in OPS:
-            assert small[op] == (
-                "decomposed",
-                f"ranks share memory, and `fusedtp tune` has no rows for {op} in float32",
-            )
-
-
-FAULTS = ("nobody's home", "400 digits", "slower than time", "a reader that fails")
+# What is wrong with rank 0's table, and what is told.
+FAULTS = {
+    "bad": "not a table",
+    "foreign": "measured with torch '1.0', here ",
+    "~nosuchuser/x": "FUSEDTP_TUNING is '~nosuchuser/x'",
+    "400 digits": "samples[3].ms.unfused must be a number from",
+    "slower than time": "rates.2.host_us must be a number",
+    "a reader that fails": "MemoryError: no room for a table",
+}
 
 
 def faulty(group: ProcessGroup, file: str) -> tuple[list[Any], list[str]]:
     """`with_tables` where rank 0's own reader raises for a file that is called so."""
-    right = tuning.load
-
-    def fails() -> tuple[None, str, str]:
-        raise MemoryError("no room for a table")
-
-    if file == FAULTS[-1] and group.rank() == 0:
-        tuning.load = fails  # type: ignore[assignment]
-    try:
-        return with_tables(group, [file, "off"], [SMALL])
-    finally:
-        tuning.load = right
+    broken = file.endswith("a reader that fails") and group.rank() == 0
+    fails = mock.patch.object(tuning, "load", side_effect=MemoryError("no room for a table"))
+    with fails if broken else contextlib.nullcontext():
+        return with_tables(group, [file, file], [SMALL, LARGE])
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_fails_while_rank_0_reads_is_told_to_all(fault: str, pool: RankPool, tmp_path: Path) -> None:
+def test_a_table_that_cannot_be_used_is_told_once_and_missed_by_all(fault: str, pool: RankPool, tmp_path: Path) -> None:
     content = json.loads(planted("unfused", "unfused"))
     rates = {"memory_gbps": 10.0, "collective_gbps": 1.0, "flag_us": 1.0, "collective_start_us": 1.0, "host_us": 1e300}
-    path, why = str(tmp_path / "table"), f"{fault} in"
-    if fault == "nobody's home":
-        path, why = "~nosuchuser/x", "FUSEDTP_TUNING is '~nosuchuser/x'"
+    if fault == "foreign":
+        content = json.loads(planted("unfused", "unfused", torch="1.0"))
     elif fault == "400 digits":
-        content["samples"][3]["ms"]["unfused"], why = int("7" * 400), "samples[3].ms.unfused must be a number from"
+        content["samples"][3]["ms"]["unfused"] = int("7" * 400)
     elif fault == "slower than time":
-        content["rates"], why = {"2": {"matrix_tflops": {"float32": 1.0}, **rates}}, "rates.2.host_us must be a number"
-    else:
-        path, why = fault, "MemoryError: no room for a table"
-    (tmp_path / "table").write_text(json.dumps(content))
-    first, second = pool.run(faulty, path, world_size=2, timeout=60)
-    assert second == (first[0], [])
-    (said,) = first[1]
-    assert said.startswith("fusedtp chooses schedules without measurements: ")
-    assert why in said
-    assert {schedule for schedule, _ in first[0][0].values()} == {"decomposed"}
+        content["rates"] = {"2": {"matrix_tflops": {"float32": 1.0}, **rates}}
+    path = fault if fault.startswith("~") else str(tmp_path / fault)
+    if path != fault:
+        Path(path).write_text("{]" if fault == "bad" else json.dumps(content))
+    ((small, large), said), second = pool.run(faulty, path, world_size=2, timeout=60)
+    assert second == ([small, large], [])
+    assert small == large
+    assert len(said) == 1
+    assert FAULTS[fault] in said[0]
+    assert fault == "a reader that fails" or path in said[0]
+    for op, taken in small.items():
+        assert taken == ("decomposed", f"ranks share memory, and `fusedtp tune` has no rows for {op} in float32")
 
 
 def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[int, list[float]]:
     """How often a first op raised on this rank, and its result when it was called until it did not."""
-    right, raised = tuning.load, 0
-
-    def interrupted() -> tuple[tuning.Table | None, str, str]:
-        tuning.load = right
-        raise kind("in the middle of the file")
-
-    if kind is KeyboardInterrupt and group.rank() == 0:
-        tuning.load = interrupted  # type: ignore[assignment]
-    with reading(group, file), warnings.catch_warnings():
+    raised = 0
+    with reading(group, file), warnings.catch_warnings(), contextlib.ExitStack() as once:
         warnings.simplefilter("error")
+        if kind is KeyboardInterrupt and group.rank() == 0:
+            once.enter_context(mock.patch.object(tuning, "load", side_effect=kind("in the middle of the file")))
         while True:
             try:
                 results = [fusedtp.all_reduce(torch.ones(2), group=group)[0].item() for _ in range(3)]
                 return raised, results
             except kind:
+                once.close()
                 raised += 1
 
 
@@ -241,18 +221,13 @@ def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: 
         assert taken == [("unfused", "measured"), without, without, ("decomposed", "asked for")]
 
 
-def alone(group: ProcessGroup) -> tuple[str, str, bool]:
-    from fusedtp.workspaces import registry
-
+@on_ranks(1)
+def test_one_rank_needs_no_memory(group: ProcessGroup) -> None:
     # Of this group only: the other ranks keep what they have of the others.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
-    path = last_path()
-    return path.schedule, path.reason, any(name == group.group_name for name, _ in registry._workspaces)
-
-
-def test_one_rank_needs_no_memory(pool: RankPool) -> None:
-    assert pool.run(alone, world_size=1) == [("unfused", "one rank has nothing to send", False)]
+    assert (last_path().schedule, last_path().reason) == ("unfused", "one rank has nothing to send")
+    assert group.group_name not in [name for name, _ in registry._workspaces]
 
 
 @pytest.mark.parametrize(

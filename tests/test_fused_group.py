@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .harness import on_ranks
 from .test_counting import counting
 
 HEADS, KV, HEAD, HIDDEN = 4, 2, 6, 20
@@ -45,45 +45,19 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(-2).transpose(0, 1))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 14), nn.Linear(HIDDEN, 14, bias=False)
-        self.down_proj = nn.Linear(14, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        return x + self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def plan(split: bool, grouped: bool = True, **options: Any) -> dict[str, Any]:
-    wide = {"input_layouts": Shard(0) if split else Replicate(), **options}
-    narrow = fusedtp.FusedRowwiseParallel(output_layouts=Shard(0) if split else Replicate(), **options)
-    found: dict[str, Any] = {"attention.o_proj": narrow, "down_proj": narrow}
-    names = {"attention": ("q_proj", "k_proj", "v_proj"), "": ("gate_proj", "up_proj")}
-    for parent, children in names.items():
-        if grouped and parent:
-            found[parent] = fusedtp.FusedGroup(*children, **wide)
-        elif not grouped:
-            for child in children:
-                found[f"{parent}.{child}".lstrip(".")] = fusedtp.FusedColwiseParallel(**wide)
-    return found
-
-
-def parallel(group: ProcessGroup, dense: nn.Module, split: bool, grouped: bool = True, **options: Any) -> nn.Module:
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    module = parallelize_module(copy.deepcopy(dense), mesh, plan(split, grouped, **options))
-    if grouped:
-        # The block's own two, which its code calls by itself.
-        wide = {"input_layouts": Shard(0) if split else Replicate(), **options}
-        fusedtp.FusedGroup("gate_proj", "up_proj", **wide)._apply(module, mesh)
-    return module
-
-
-def dense_block() -> nn.Module:
+def attention() -> Attention:
     torch.manual_seed(3)
-    return Block().double()
+    return Attention().double()
+
+
+def parallel(group: ProcessGroup, dense: nn.Module, split: bool, **options: Any) -> nn.Module:
+    """The module with its first three linears in a group, its tokens split or whole."""
+    layout = Shard(0) if split else Replicate()
+    plan: dict[str, Any] = {
+        "": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", input_layouts=layout, **options),
+        "o_proj": fusedtp.FusedRowwiseParallel(output_layouts=layout, **options),
+    }
+    return parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), plan)
 
 
 def part(x: Tensor, group: ProcessGroup, split: bool) -> Tensor:
@@ -95,18 +69,19 @@ def close(out: Tensor, ref: Tensor, name: str) -> None:
     torch.testing.assert_close(whole, ref, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
 
 
-def trained(group: ProcessGroup, split: bool, schedule: str) -> None:
-    """Training, evaluation and training again at several sizes, against the same in one process."""
-    dense = dense_block()
+def trained(group: ProcessGroup, split: bool, schedule: str, is_compiled: bool) -> None:
+    """Training, evaluation and training again at several sizes, against the same in one process; compiled, at one."""
+    dense = attention()
     module = parallel(group, dense, split, schedule=schedule)
     assert list(module.state_dict()) == list(dense.state_dict())
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (dense, module)]
-    for step, length in enumerate((8, 16, 4, 8)):
+    for step, length in enumerate((8,) if is_compiled else (8, 16, 4, 8)):
         x = torch.randn(length, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         with torch.inference_mode() if step % 2 else torch.no_grad():
             close(module(part(x, group, split)), part(dense(x), group, split), f"evaluation {step}")
         whole, mine = x.clone().requires_grad_(), part(x, group, split).requires_grad_()
-        y, ref = module(mine), dense(whole)
+        y, ref = call(mine), dense(whole)
         close(y, part(ref, group, split), f"y {step}")
         if step == 2:
             y = checkpoint(module, mine, use_reentrant=False)
@@ -121,15 +96,17 @@ def trained(group: ProcessGroup, split: bool, schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "split", "schedule"), [(2, True, "decomposed"), (2, False, "unfused"), (1, True, "unfused")]
+    ("world_size", "split", "schedule"),
+    [(2, True, "decomposed"), (2, False, "unfused"), (1, True, "unfused"), (2, True, "compiled")],
 )
-def test_a_block_trains_as_in_one_process(pool: RankPool, world_size: int, split: bool, schedule: str) -> None:
-    pool.run(trained, split, schedule, world_size=world_size)
+def test_a_module_trains_as_in_one_process(pool: RankPool, world_size: int, split: bool, schedule: str) -> None:
+    given = ("auto", True) if schedule == "compiled" else (schedule, False)
+    pool.run(trained, split, *given, world_size=world_size, timeout=120)
 
 
 def gathers(group: ProcessGroup, split: bool) -> tuple[list[str], list[str]]:
     """The tasks of forward and backward of an attention block."""
-    module = parallel(group, dense_block(), split).attention
+    module = parallel(group, attention(), split)
     x = part(torch.randn(8, 3, HIDDEN, dtype=torch.float64), group, split).requires_grad_()
     with counting() as forward:
         y = module(x)
@@ -149,9 +126,10 @@ def test_one_gather_for_all_and_one_scatter_of_their_gradients(pool: RankPool) -
             assert found == wanted
 
 
-def called_otherwise(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_calls_that_do_not_belong_together(group: ProcessGroup) -> None:
     """Other inputs, calls left out, one call twice, and an input that changes in between."""
-    dense = dense_block().attention
+    dense = attention()
     module = parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), {
         "": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", use_local_output=False),
     })  # fmt: skip
@@ -195,13 +173,11 @@ def called_otherwise(group: ProcessGroup) -> None:
         assert k(y).dtype == torch.float16
 
 
-def test_calls_that_do_not_belong_together(pool: RankPool) -> None:
-    pool.run(called_otherwise, world_size=2)
-
-
-def left_out(group: ProcessGroup, is_compiled: bool) -> None:
+@pytest.mark.parametrize("is_compiled", [False, True])
+@on_ranks(2, timeout=120)
+def test_what_is_not_used_has_no_gradient(group: ProcessGroup, is_compiled: bool) -> None:
     """A parameter whose result is not used has no gradient, which AdamW would take for one of zeros, and decay."""
-    module = parallel(group, dense_block(), True).attention
+    module = parallel(group, attention(), True)
     module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
     call = torch.compile(nn.Sequential(module), backend="aot_eager", fullgraph=True) if is_compiled else module
     x = torch.randn(4, 3, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -223,67 +199,17 @@ def left_out(group: ProcessGroup, is_compiled: bool) -> None:
     assert torch.autograd.grad(y.sum(), (weight, g), allow_unused=True)[1] is None
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_what_is_not_used_has_no_gradient(pool: RankPool, is_compiled: bool) -> None:
-    pool.run(left_out, is_compiled, world_size=2, timeout=120)
-
-
-def nothing_kept(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_nothing_is_kept(group: ProcessGroup) -> None:
     """What the others would have taken is given back with the module's call; a copy and its original are two."""
-    module = parallel(group, dense_block(), True)
-    module.attention.forward = lambda x: module.attention.q_proj(x)  # type: ignore[method-assign]
+    module = parallel(group, attention(), True)
+    module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
     x = torch.randn(4, 3, HIDDEN, dtype=torch.float64)
-    y = module.attention(x)
+    y = module(x)
     seen = weakref.ref(x)
     del x, y
     gc.collect()
     assert seen() is None
     twin = copy.deepcopy(module)
-    assert twin.attention.q_proj.together is not module.attention.q_proj.together
-    assert twin.attention.q_proj.together.linears[1] is twin.attention.k_proj
-
-
-def test_nothing_is_kept(pool: RankPool) -> None:
-    pool.run(nothing_kept, world_size=2)
-
-
-def compiled(group: ProcessGroup) -> None:
-    dense = dense_block()
-    module = parallel(group, dense, True)
-    call = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = torch.randn(8, 3, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    whole, mine = x.clone().requires_grad_(), part(x, group, True).requires_grad_()
-    y, ref = call(mine), dense(whole)
-    close(y, part(ref, group, True), "y")
-    y.square().sum().backward()
-    ref.square().sum().backward()
-    close(mine.grad, part(whole.grad, group, True), "dx")
-
-
-def test_compiled_whole(pool: RankPool) -> None:
-    pool.run(compiled, world_size=2, timeout=120)
-
-
-BAD: list[tuple[Callable[[nn.Module, DeviceMesh], Any], type[Exception], str]] = [
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj"), ValueError, "two linears or more"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "q_proj"), ValueError, "two linears or more"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", 3), TypeError, "takes the linears' names, got 3"),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "z")._apply(module, mesh), ValueError, "Attention has no 'z'"),
-    (
-        lambda module, mesh: fusedtp.FusedGroup("q_proj", "")._apply(module, mesh),
-        NotImplementedError, "is for nn.Linear, got Attention",
-    ),
-    (lambda module, mesh: fusedtp.FusedGroup("q_proj", "k_proj", schedule="x"), ValueError, "schedule must be one of"),
-]  # fmt: skip
-
-
-def refused(group: ProcessGroup) -> None:
-    mesh, module = DeviceMesh.from_group(group, "cpu"), Attention()
-    for call, kind, message in BAD:
-        with pytest.raises(kind, match=message):
-            call(module, mesh)
-    assert all(type(each) is nn.Linear for each in module.children()), "nothing may be changed by what is refused"
-
-
-def test_bad_groups(pool: RankPool) -> None:
-    pool.run(refused, world_size=2)
+    assert twin.q_proj.together is not module.q_proj.together
+    assert twin.q_proj.together.linears[1] is twin.k_proj

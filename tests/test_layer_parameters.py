@@ -21,11 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
-from .test_checkpoint import whole
-from .test_layer_state import HIDDEN, INNER, close
+from .harness import on_ranks
+from .test_layer_state import HIDDEN, INNER, close, whole
 
 
-def own_sizes(group: ProcessGroup, path: str) -> None:
+@on_ranks(2)
+def test_own_sizes_are_not_loaded_into_others(group: ProcessGroup, tmp_path: Path) -> None:
     """Into a layer with as long a shard on the longest rank, so that the shapes would fit."""
     torch.manual_seed(8)
     layer, same, other = (
@@ -33,15 +34,15 @@ def own_sizes(group: ProcessGroup, path: str) -> None:
         for sizes in ((7, 2), (7, 2), (2, 7))
     )
     state = layer.state_dict()
-    dcp.save({"model": state}, checkpoint_id=path, process_group=group)
+    dcp.save({"model": state}, checkpoint_id=tmp_path, process_group=group)
     read = {"model": same.state_dict()}
-    dcp.load(read, checkpoint_id=path, process_group=group)
+    dcp.load(read, checkpoint_id=tmp_path, process_group=group)
     same.load_state_dict(read["model"])
     assert torch.equal(same.weight.to_local(), layer.weight.to_local())
     before = {name: whole(value).clone() for name, value in other.state_dict().items()}
     # DCP's error is no Exception.
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.padded_sizes_2_7"):
-        dcp.load({"model": other.state_dict()}, checkpoint_id=path, process_group=group)
+        dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path, process_group=group)
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=r"padded for shards of \(7, 2\), this layer's are \(2, 7\)"):
             other.load_state_dict(state, strict=strict)
@@ -49,11 +50,8 @@ def own_sizes(group: ProcessGroup, path: str) -> None:
         assert torch.equal(whole(value), before[name]), f"{name} was overwritten"
 
 
-def test_own_sizes_are_not_loaded_into_others(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(own_sizes, str(tmp_path), world_size=2)
-
-
-def in_functions(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_functions_take_a_ranks_own_part_of_a_layer(group: ProcessGroup) -> None:
     torch.manual_seed(9)
     layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
     x = torch.randn(2, HIDDEN)
@@ -68,10 +66,6 @@ def in_functions(group: ProcessGroup) -> None:
         close(each.grad.to_local(), expected[name], name)
     with pytest.raises(TypeError, match=r"got a DTensor .*weight\.to_local\(\)"):
         fusedtp.all_gather_linear(x, layer.weight, group=group)
-
-
-def test_functions_take_a_ranks_own_part_of_a_layer(pool: RankPool) -> None:
-    pool.run(in_functions, world_size=2)
 
 
 def whole_in_each_way(group: ProcessGroup) -> dict[str, Tensor]:
@@ -184,8 +178,12 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }  # fmt: skip
 
 
-def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]:
-    """Where a gradient was made of a weight that was changed since, or one that was not is refused."""
+@pytest.mark.parametrize(("world_size", "is_compiled"), [(2, False), (1, False), (2, True)])
+@on_ranks(timeout=200)
+def test_a_weight_that_is_changed_before_backward_is_refused(
+    group: ProcessGroup, world_size: int, is_compiled: bool
+) -> None:
+    """And one that was not is not."""
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
         # Compiling each takes a second, and one of each kind has another graph.
@@ -213,18 +211,11 @@ def changed_before_backward(group: ProcessGroup, is_compiled: bool) -> list[str]
             expected = "" if what == "nothing" else "inplace" if what == "of parts" else "modified by an inplace"
             if expected not in said or (said and not expected):
                 wrong.append(f"{name}, {what}: {said}")
-    return wrong
+    assert not wrong
 
 
-@pytest.mark.parametrize(("world_size", "is_compiled"), [(2, False), (1, False), (2, True)])
-def test_a_weight_that_is_changed_before_backward_is_refused(
-    pool: RankPool, world_size: int, is_compiled: bool
-) -> None:
-    for wrong in pool.run(changed_before_backward, is_compiled, world_size=world_size, timeout=200):
-        assert not wrong
-
-
-def changed_input(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> None:
     """A DTensor given to styles, changed in place; what hooks save as a copy is right, a checkpoint is refused."""
     mesh = DeviceMesh.from_group(group, "cpu")
     linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
@@ -250,11 +241,8 @@ def changed_input(group: ProcessGroup) -> None:
     close(torch.autograd.grad(normed, whole)[0].to_local(), dx.to_local(), "a norm's weight is kept as a copy")
 
 
-def test_a_changed_input_is_refused_and_a_copy_is_not(pool: RankPool) -> None:
-    pool.run(changed_input, world_size=2)
-
-
-def laid_otherwise(group: ProcessGroup) -> None:
+@on_ranks(2, timeout=120)
+def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
     """Put in place by assign=True: whole, or with another placement."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for name, module in holders_of_weights(mesh).items():
@@ -280,10 +268,6 @@ def laid_otherwise(group: ProcessGroup) -> None:
         embedding(torch.zeros(2, dtype=torch.long))
 
 
-def test_parameters_that_lie_otherwise_are_refused(pool: RankPool) -> None:
-    pool.run(laid_otherwise, world_size=2, timeout=120)
-
-
 def seeded_unlike(group: ProcessGroup) -> list[Tensor]:
     """What every rank has whole, where each has a seed of its own."""
     torch.manual_seed(group.rank())
@@ -299,7 +283,8 @@ def test_what_ranks_have_whole_is_the_first_ranks(pool: RankPool) -> None:
         assert all(map(torch.equal, each, first))
 
 
-def of_another_group(group: ProcessGroup) -> None:
+@on_ranks()
+def test_layers_meet_the_group_that_they_were_made_for(group: ProcessGroup) -> None:
     """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
     reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))
     for make in (
@@ -314,7 +299,3 @@ def of_another_group(group: ProcessGroup) -> None:
     name, ranks, _ = state["group"]
     with pytest.raises(ValueError, match=r"was made by rank 7 of group .*, and here it meets rank"):
         layer.__setstate__({**state, "group": (name, ranks, 7)})
-
-
-def test_layers_meet_the_group_that_they_were_made_for(pool: RankPool) -> None:
-    pool.run(of_another_group)

@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
-from .test_checkpoint import assert_same, whole
+from .harness import on_ranks
 
 # Features of which 2 and 4 ranks have unlike shards; over 4 ranks the last has none of INNER's 9.
 HIDDEN, INNER, ROWS = 6, 9, 8
@@ -109,16 +109,17 @@ def close(got: Tensor, expected: Tensor, name: str) -> None:
 
 
 def trained(
-    model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None
-) -> list[float]:
-    """The gradient's norm at every step; the loss is the sum over all rows, each rank's its own."""
+    model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None,
+    share: float = 1,
+) -> list[float]:  # fmt: skip
+    """The gradient's norm at every step; the loss is a share of the sum over all rows, each rank's its own."""
     norms = []
     for step in range(steps):
         x, target = inputs(step)
         if group is not None:
             x, target = mine(x, group), mine(target, group)
         optimizer.zero_grad()
-        (model(x) - target).square().sum().backward()
+        (share * (model(x) - target).square().sum()).backward()
         if clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
             norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
@@ -126,11 +127,44 @@ def trained(
     return norms
 
 
-def made(group: ProcessGroup, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    ours = model(group, seed)
+def styled(group: ProcessGroup, seed: int) -> nn.Module:
+    """Plain linears under styles, tokens split over the ranks."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    into, out = {"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}
+    plan: dict[str, Any] = {"0": fusedtp.FusedColwiseParallel(**into), "2": fusedtp.FusedRowwiseParallel(**out)}
+    return parallelize_module(plain(seed), mesh, plan)
+
+
+def plain(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN))
+
+
+def made(group: ProcessGroup, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ours = model(group, seed) if kind == "layers" else styled(group, seed)
     optimizer = torch.optim.AdamW(ours.parameters(), **OPTIONS)  # type: ignore[arg-type]
     trained(ours, group, optimizer, 2, None)
     return ours, optimizer
+
+
+def whole(value: Any) -> Any:
+    """Return a state with every DTensor gathered."""
+    if isinstance(value, dict):
+        return {name: whole(each) for name, each in value.items()}
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def assert_same(got: Any, expected: Any, name: str) -> None:
+    if isinstance(expected, dict):
+        assert list(got) == list(expected), name
+        for key, value in expected.items():
+            assert_same(got[key], value, f"{name} {key}")
+    elif isinstance(expected, Tensor):
+        assert torch.equal(got, expected), name
+    else:
+        assert got == expected, name
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -138,40 +172,53 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def save(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """The whole state, and y of all ranks after one more step."""
-    ours, optimizer = made(group, 0)
-    saved = state(ours, optimizer)
-    dcp.save(saved, checkpoint_id=path, process_group=group)
-    return copy.deepcopy(whole(saved)), after(group, ours, optimizer)
-
-
-def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Tensor]:
+    """The whole state, and y here after one more step."""
+    now = copy.deepcopy(whole(state(ours, optimizer)))
     trained(ours, group, optimizer, 1, 1.0)
     with torch.inference_mode():
-        return [ours(mine(inputs(9)[0], group))]
+        return now, ours(mine(inputs(9)[0], group))
 
 
-def load(group: ProcessGroup, path: str) -> tuple[dict[str, Any], list[Tensor]]:
-    ours, optimizer = made(group, 1)
+def save(group: ProcessGroup, kind: str, path: str) -> tuple[dict[str, Any], Tensor]:
+    ours, optimizer = made(group, kind, 0)
+    dcp.save(state(ours, optimizer), checkpoint_id=path, process_group=group)
+    return after(group, ours, optimizer)
+
+
+def load(group: ProcessGroup, kind: str, path: str) -> tuple[dict[str, Any], Tensor]:
+    ours, optimizer = made(group, kind, 1)
     loaded = state(ours, optimizer)
     dcp.load(loaded, checkpoint_id=path, process_group=group)
     set_state_dict(ours, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return copy.deepcopy(whole(state(ours, optimizer))), after(group, ours, optimizer)
+    return after(group, ours, optimizer)
 
 
-@pytest.mark.parametrize("world_size", [4, 2, 1])
-def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+def load_plain(group: ProcessGroup, kind: str, path: str) -> dict[str, Tensor]:
+    """Into a model that knows nothing of ranks."""
+    loaded = {"model": dense(1).state() if kind == "layers" else plain(1).state_dict()}
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
+    return loaded["model"]
+
+
+@pytest.mark.parametrize("kind", ["layers", "styles"])
+def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
     """Parameters and AdamW's moments arrive bit by bit; the next step and its outputs are the same."""
-    replies = pool.run(save, str(tmp_path), world_size=2)
-    saved, y = replies[0][0], torch.cat([reply[1][0] for reply in replies])
-    replies = pool.run(load, str(tmp_path), world_size=world_size)
-    for loaded, _ in replies:
-        assert_same(loaded, saved, "")
-    close(torch.cat([reply[1][0] for reply in replies]), y, "y after one more step")
+    replies = pool.run(save, kind, str(tmp_path), world_size=2)
+    saved, y = replies[0][0], torch.cat([reply[1] for reply in replies])
+    for world_size in (4, 1):
+        replies = pool.run(load, kind, str(tmp_path), world_size=world_size)
+        for loaded, _ in replies:
+            assert_same(loaded, saved, "")
+        close(torch.cat([reply[1] for reply in replies]), y, "y after one more step")
+    found = pool.run(load_plain, kind, str(tmp_path), world_size=1)[0]
+    assert found.keys() == saved["model"].keys()
+    assert all(torch.equal(found[key], value) for key, value in saved["model"].items())
 
 
-def dense_states(group: ProcessGroup) -> None:
+@pytest.mark.parametrize("world_size", [4, 1])
+@on_ranks()
+def test_dense_states(group: ProcessGroup, world_size: int) -> None:
     """A whole state out, into a model of another seed on the ranks, and by load_state_dict of DTensors."""
     options = StateDictOptions(full_state_dict=True)
     ours, expected = model(group, 3), dense(3).state()
@@ -180,7 +227,7 @@ def dense_states(group: ProcessGroup) -> None:
     for key, value in expected.items():
         assert torch.equal(out[key], value), key
     # Rank 0's state is sent to the whole world.
-    for broadcast in (False, True) if group.size() == dist.get_world_size() else (False,):
+    for broadcast in (False, True) if world_size == dist.get_world_size() else (False,):
         other = model(group, 4)
         given = copy.deepcopy(expected) if not broadcast or group.rank() == 0 else {}
         set_model_state_dict(
@@ -192,35 +239,48 @@ def dense_states(group: ProcessGroup) -> None:
     assert_same(whole(other.state_dict()), out, "load_state_dict")
 
 
-@pytest.mark.parametrize("world_size", [4, 1])
-def test_dense_states(pool: RankPool, world_size: int) -> None:
-    pool.run(dense_states, world_size=world_size)
+def with_fsdp(on_meta: bool) -> nn.Module:
+    """FSDP2 over one axis, our layers over the other."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    ours = model(mesh["tp"], 5, "meta" if on_meta else "cpu")
+    layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
+    for each in layers:
+        fully_shard(each, mesh=mesh["dp"])
+    fully_shard(ours, mesh=mesh["dp"])
+    if on_meta:
+        ours.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for each in layers:
+            each.reset_parameters()
+    return ours
 
 
-def trained_alike(group: ProcessGroup, name: str, options: dict[str, Any]) -> None:
-    kind = getattr(torch.optim, name)
-    ours, theirs = model(group, 5), dense(5)
+@pytest.mark.parametrize(
+    ("name", "options", "how"),
+    [
+        ("AdamW", {"lr": 0.01, "foreach": True}, ""),
+        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
+        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2 of layers on meta"),
+    ],
+)
+@on_ranks(4)
+def test_trained_with_clipping_as_in_one_process(
+    group: ProcessGroup, name: str, options: dict[str, Any], how: str
+) -> None:
+    kind, theirs = getattr(torch.optim, name), dense(5)
+    ours = with_fsdp(how.endswith("meta")) if how else model(group, 5)
     norms = trained(ours, group, kind(ours.parameters(), **options), 4, 0.5)
-    expected = trained(theirs, None, kind(theirs.parameters(), **options), 4, 0.5)
+    # FSDP averages over its axis.
+    expected = trained(theirs, None, kind(theirs.parameters(), **options), 4, 0.5, share=1 / 2 if how else 1)
     torch.testing.assert_close(norms, expected, rtol=1e-4, atol=0)
     got = whole(ours.state_dict())
     for key, value in theirs.state().items():
         close(got[key], value, f"{key} by {name} {options}")
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("AdamW", {"lr": 0.01, "foreach": False}),
-        ("AdamW", {"lr": 0.01, "foreach": True}),
-        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}),
-    ],
-)
-def test_trained_with_clipping_as_in_one_process(pool: RankPool, name: str, options: dict[str, Any]) -> None:
-    pool.run(trained_alike, name, options, world_size=4)
-
-
-def copied(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_copies_dtypes_and_meta(group: ProcessGroup) -> None:
     ours, x = model(group, 6), mine(inputs(0)[0], group)
     y = ours(x)
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
@@ -239,95 +299,18 @@ def copied(group: ProcessGroup) -> None:
     close(y_double.float(), y, "y in float64")
     y_double.sum().backward()
     assert {p.grad.dtype for p in double.parameters() if p.grad is not None} == {torch.float64}
-    # Made without values, then with those of the same seed.
-    empty = model(group, 6, "meta").to_empty(device="cpu")
+    # Made without values, which draws none, then with those of the same seed.
+    empty, drawn = model(group, 6, "meta").to_empty(device="cpu"), torch.rand(1)
+    torch.manual_seed(6)
+    assert torch.equal(drawn, torch.rand(1))
     torch.manual_seed(6)
     for each in (empty.up, empty.down, empty.mix, empty.mlp.gate_up_proj, empty.mlp.down_proj):
         each.reset_parameters()
     assert torch.equal(empty(x), y)
 
 
-def test_copies_dtypes_and_meta(pool: RankPool) -> None:
-    pool.run(copied, world_size=2)
-
-
-def with_fsdp(group: ProcessGroup, on_meta: bool) -> None:
-    """FSDP2 over one axis, our layers over the other: as one process on the whole batch."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
-    ours, theirs = model(mesh["tp"], 7, "meta" if on_meta else "cpu"), dense(7)
-    layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
-    for each in layers:
-        fully_shard(each, mesh=mesh["dp"])
-    fully_shard(ours, mesh=mesh["dp"])
-    if on_meta:
-        ours.to_empty(device="cpu")
-        torch.manual_seed(7)
-        for each in layers:
-            each.reset_parameters()
-    kind, options = torch.optim.AdamW, {"lr": 0.01, "foreach": False}
-    adam, dense_adam = kind(ours.parameters(), **options), kind(theirs.parameters(), **options)  # type: ignore[arg-type]
-    for step in range(3):
-        x, target = inputs(step)
-        rows = slice(4 * dp + 2 * tp, 4 * dp + 2 * tp + 2)
-        y, y_ref = ours(x[rows]), theirs(x)
-        close(y, y_ref[rows], f"y at step {step}")
-        # FSDP averages over its axis.
-        (y - target[rows]).square().sum().backward()
-        ((y_ref - target).square().sum() / 2).backward()
-        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
-        assert isinstance(norm, DTensor)
-        close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), f"norm at step {step}")
-        for optimizer in (adam, dense_adam):
-            optimizer.step()
-            optimizer.zero_grad()
-    got = whole(ours.state_dict())
-    for key, value in theirs.state().items():
-        close(got[key], value, key)
-
-
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_fsdp_on_the_other_axis(pool: RankPool, on_meta: bool) -> None:
-    pool.run(with_fsdp, on_meta)
-
-
-class WithNorm(nn.Module):
-    """A layer beside parameters of nn.Module's own, which every rank has alike."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(HIDDEN), mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm(x))  # type: ignore[no-any-return]
-
-
-def clipped_beside_plain(group: ProcessGroup) -> None:
-    torch.manual_seed(2)
-    ours = WithNorm(fusedtp.ParallelMLP(HIDDEN, INNER, group=group))
-    torch.manual_seed(2)
-    theirs = WithNorm(nn.Sequential(nn.Linear(HIDDEN, INNER), nn.GELU(), nn.Linear(INNER, HIDDEN)))
-    x, dy = inputs(0)
-    theirs(x).backward(dy)
-    ours(mine(x, group)).backward(mine(dy, group))
-    for p in ours.norm.parameters():
-        assert p.grad is not None
-        p.grad = fusedtp.all_reduce(p.grad, group=group)
-    with implicit_replication():
-        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
-    assert isinstance(norm, DTensor)
-    close(norm.full_tensor(), nn.utils.clip_grad_norm_(theirs.parameters(), 0.5), "norm")
-    for p, ref in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert p.grad is not None
-        assert ref.grad is not None
-        close(p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad, ref.grad, "clipped gradient")
-
-
-def test_clipping_beside_plain_parameters(pool: RankPool) -> None:
-    pool.run(clipped_beside_plain, world_size=2)
-
-
-def over_four(group: ProcessGroup) -> None:
+@on_ranks()
+def test_gate_and_up_are_cut_along_their_rows(group: ProcessGroup) -> None:
     mesh = DeviceMesh("cpu", torch.arange(4).view(4, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(2)
     plain = fusedtp.ParallelMLP(HIDDEN, 12, activation="swiglu", group=mesh["tp"])
@@ -342,19 +325,3 @@ def over_four(group: ProcessGroup) -> None:
         each.sum().backward()
     for (name, p), ref in zip(ours.named_parameters(), plain.parameters(), strict=True):
         close(whole(p.grad), whole(ref.grad), f"gradient of {name}")
-
-
-def test_gate_and_up_are_cut_along_their_rows(pool: RankPool) -> None:
-    pool.run(over_four)
-
-
-def biases(group: ProcessGroup) -> list[float]:
-    torch.manual_seed(group.rank())
-    layer = fusedtp.RowParallelLinear(4, 3, group=group)
-    assert isinstance(layer.bias, DTensor)
-    return layer.bias.to_local().tolist()
-
-
-def test_a_whole_bias_is_the_same_where_seeds_differ(pool: RankPool) -> None:
-    first, second = pool.run(biases, world_size=2)
-    assert first == second

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,9 +17,10 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
+from fusedtp.calls.dispatch import Ready
 from fusedtp.shards import chunk_sizes, even_sizes
 
-from .harness import LARGE, spread
+from .harness import LARGE, on_ranks, spread
 
 BATCH, IN, OUT = 3, 10, 9
 KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
@@ -65,10 +64,47 @@ def local(p: Tensor, dim: int | None, size: int) -> Tensor:
     return value.narrow(dim, 0, size)
 
 
+def against(
+    group: ProcessGroup, name: str, layer: nn.Module, dense: nn.Module, pieces: Callable[[bool], dict[str, Tensor]],
+    cuts: dict[str, int | None], sizes: dict[int | None, Sequence[int]], shapes: Sequence[Sequence[int]], num_sums: int,
+) -> None:  # fmt: skip
+    """Compare initial values, then twice in a row y, dx and gradients, which are added to the first turn's.
+
+    - `pieces`: this rank's parts of the dense parameters by the layer's names, or of their gradients.
+    - `cuts`: the dim along which x, y and each parameter is split. `sizes`: the ranks' lengths along a dim of x and y,
+      and under None those of a parameter. `shapes`: of x and y.
+    """
+    rank, features = group.rank(), sizes[None]
+
+    def cut(whole: Tensor, of: str) -> Tensor:
+        dim = cuts[of]
+        return whole if dim is None else reference.chunk(whole, dim, rank, sizes[dim])
+
+    parameters, starts = dict(layer.named_parameters()), pieces(False)
+    assert set(parameters) == set(starts)
+    for key, value in parameters.items():
+        assert torch.equal(local(value, cuts[key], features[rank]), starts[key]), f"{name}: {key} starts otherwise"
+    dtype, dense = parameters[next(iter(parameters))].dtype, dense.double()
+    longest = max(*shapes[0], *shapes[1], shapes[0][0] * shapes[0][1], sum(features))
+    for turn in (1, 2):
+        x, dy = (torch.randn(*shape).to(dtype) for shape in shapes)
+        x_ref = x.to(torch.float64, copy=True).requires_grad_()
+        y_ref = dense(x_ref)
+        y_ref.backward(dy.double())
+        x_part = cut(x, "x").clone().requires_grad_()
+        y = layer(x_part)
+        y.backward(cut(dy, "y"))
+        assert x_ref.grad is not None
+        found = {"y": (y, cut(y_ref, "y")), "dx": (x_part.grad, cut(x_ref.grad, "x"))}
+        for key, grad in pieces(True).items():
+            found[f"d{key}"] = local(parameters[key].grad, cuts[key], features[rank]), grad
+        for what, (out, ref) in found.items():
+            check(out, ref, f"{what} of {name}, turn {turn}", dtype, longest, num_sums)
+
+
 def linear(
     group: ProcessGroup, kind: str, dim: int, bias: bool, dtype: torch.dtype, uneven: bool, schedule: str
 ) -> None:
-    """One layer twice in a row, the second time adding to the first one's gradients."""
     rank, world_size = group.rank(), group.size()
     name = f"{kind}, dim {dim}, bias {bias}, uneven {uneven}"
     length = 7 if uneven else 12
@@ -80,6 +116,7 @@ def linear(
     if kind != "fsdp":
         options |= {"sequence_parallel": not whole, "sequence_sizes": rows if uneven and not whole else None}
     torch.manual_seed(5)
+    cuts: dict[str, int | None]
     if kind.startswith("column"):
         layer: nn.Module = fusedtp.ColumnParallelLinear(IN, OUT, bias, "cpu", dtype, gather_dim=dim, **options)
         cuts = {"x": None if whole else dim, "y": 2, "weight": 0, "bias": 0}
@@ -95,53 +132,29 @@ def linear(
     assert torch.equal(after, torch.rand(1)), f"{name}: drew another number of random values than nn.Linear"
     padded = ["_".join(map(str, ("padded_sizes", *features)))] * (features != chunk_sizes(split, world_size))
     assert list(layer.state_dict()) == [*dense.state_dict(), *padded]
-    for key, value in layer.named_parameters():
-        expected = part(dense.get_parameter(key), cuts[key], rank, features)
-        assert torch.equal(local(value, cuts[key], features[rank]), expected), (
-            f"{name}: {key} starts with other values than nn.Linear's"
-        )
 
-    dense = dense.double()
+    def pieces(of_grads: bool) -> dict[str, Tensor]:
+        values = {key: p.grad if of_grads else p for key, p in dense.named_parameters()}
+        return {key: part(value, cuts[key], rank, features) for key, value in values.items()}  # type: ignore[arg-type]
+
     shape = (length, BATCH) if dim == 0 else (BATCH, length)
-    sizes = {2: features, dim: rows, None: ()}
-    for turn in (1, 2):
-        x, dy = torch.randn(*shape, IN).to(dtype), torch.randn(*shape, OUT).to(dtype)
-        x_ref = x.to(torch.float64, copy=True).requires_grad_()
-        y_ref = dense(x_ref)
-        y_ref.backward(dy.double())
-        x_part = part(x, cuts["x"], rank, sizes[cuts["x"]]).clone().requires_grad_()
-        y = layer(x_part)
-        y.backward(part(dy, cuts["y"], rank, sizes[cuts["y"]]))
-        longest = max(IN, OUT, length * BATCH)
-        got: list[tuple[str, Tensor | None, Tensor, int | None, Sequence[int]]] = [
-            ("y", y, y_ref, cuts["y"], sizes[cuts["y"]]),
-            ("dx", x_part.grad, x_ref.grad, cuts["x"], sizes[cuts["x"]]),
-            *((f"d{key}", local(p.grad, cuts[key], features[rank]), dense.get_parameter(key).grad, cuts[key], features)
-              for key, p in layer.named_parameters()),
-        ]  # fmt: skip
-        for what, out, ref, cut, cut_sizes in got:
-            check(out, part(ref, cut, rank, cut_sizes), f"{what} of {name}, turn {turn}", dtype, longest, 2)
-
-
-def linears(group: ProcessGroup, dtype: torch.dtype, schedules: Sequence[str]) -> None:
-    # Of several numbers of ranks each has a third.
-    every = list(itertools.product(schedules, KINDS, (0, 1), (True, False), (False, True)))
-    for schedule, kind, dim, bias, uneven in every if LARGE else every[group.size() % 3 :: 3]:
-        linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
+    shapes = (*shape, IN), (*shape, OUT)
+    against(group, name, layer, dense, pieces, cuts, {2: features, dim: rows, None: features}, shapes, 2)
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
-def test_linears_against_nn_linear(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    pool.run(linears, dtype, ("unfused", "decomposed"), world_size=world_size)
+@on_ranks()
+def test_linears_against_nn_linear(group: ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
+    # Of several numbers of ranks each has a third.
+    every = list(itertools.product(("unfused", "decomposed"), KINDS, (0, 1), (True, False), (False, True)))
+    for schedule, kind, dim, bias, uneven in every if LARGE else every[world_size % 3 :: 3]:
+        linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
 
 
-def fused_linears(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_linears_in_one_kernel(group: ProcessGroup) -> None:
     for kind in KINDS:
         linear(group, kind, 0, True, torch.float32, True, "fused")
-
-
-def test_linears_in_one_kernel(pool: RankPool) -> None:
-    pool.run(fused_linears, world_size=2)
 
 
 class DenseMLP(nn.Module):
@@ -174,22 +187,10 @@ def shards(dense: DenseMLP, rank: int, sizes: Sequence[int], *, grad: bool) -> d
     return out
 
 
-def mlp_cut(key: str) -> int | None:
-    """The dim along which ParallelMLP splits a parameter."""
-    if key.startswith("down"):
-        return 1 if key.endswith("weight") else None
-    return int(key.startswith("gate"))
-
-
 def mlp(
-    group: ProcessGroup,
-    activation: str,
-    dim: int,
-    bias: bool,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
+    group: ProcessGroup, activation: Any, dim: int, bias: bool, dtype: torch.dtype, sequence_parallel: bool,
     uneven: bool,
-) -> None:
+) -> None:  # fmt: skip
     rank, world_size = group.rank(), group.size()
     name = f"{activation}, dim {dim}, bias {bias}, sequence parallel {sequence_parallel}, uneven {uneven}"
     hidden, intermediate, length = 6, 13, 7 if uneven else 12
@@ -197,62 +198,38 @@ def mlp(
     rows = lopsided(length, world_size) if uneven else even_sizes(length, world_size)
     torch.manual_seed(8)
     layer = fusedtp.ParallelMLP(
-        hidden, intermediate, bias, dtype=dtype, activation=activation, group=group, sequence_dim=dim,  # type: ignore[arg-type]
+        hidden, intermediate, bias, dtype=dtype, activation=activation, group=group, sequence_dim=dim,
         sequence_parallel=sequence_parallel, feature_sizes=features if uneven else None,
         sequence_sizes=rows if uneven and sequence_parallel else None, schedule="decomposed",
     )  # fmt: skip
     torch.manual_seed(8)
     dense = DenseMLP(hidden, intermediate, bias, activation, dtype)
-    expected = shards(dense, rank, features, grad=False)
-    parameters = dict(layer.named_parameters())
-    assert set(expected) == set(parameters)
-    for key, value in parameters.items():
-        assert torch.equal(local(value, mlp_cut(key), features[rank]), expected[key]), (
-            f"{name}: {key} starts with other values than nn.Linear's"
-        )
-    dense = dense.double()
-    x = torch.randn((length, BATCH, hidden) if dim == 0 else (BATCH, length, hidden)).to(dtype)
-    dy = torch.randn(x.shape).to(dtype)
-    x_ref = x.to(torch.float64, copy=True).requires_grad_()
-    y_ref = dense(x_ref)
-    y_ref.backward(dy.double())
-    cut = dim if sequence_parallel else None
-    x_part = part(x, cut, rank, rows).clone().requires_grad_()
-    y = layer(x_part)
-    y.backward(part(dy, cut, rank, rows))
-    longest = max(hidden, intermediate, length * BATCH)
+    along, shape = dim if sequence_parallel else None, (length, BATCH) if dim == 0 else (BATCH, length)
+    cuts = {"x": along, "y": along, "down_proj.weight": 1, "down_proj.bias": None}
+    cuts |= {f"{name}.{key}": dim for name, dim in (("up_proj", 0), ("gate_up_proj", 1)) for key in ("weight", "bias")}
     # Forward and backward in a row; the two matmuls' errors of each pass through the activation between them.
-    assert x_ref.grad is not None
-    check(y, part(y_ref, cut, rank, rows), f"y of {name}", dtype, longest, 4)
-    check(x_part.grad, part(x_ref.grad, cut, rank, rows), f"dx of {name}", dtype, longest, 4)
-    grads = shards(dense, rank, features, grad=True)
-    for key, p in layer.named_parameters():
-        assert p.grad is not None
-        check(local(p.grad, mlp_cut(key), features[rank]), grads[key], f"d {key} of {name}", dtype, longest, 4)
-
-
-def mlps(group: ProcessGroup, dtype: torch.dtype) -> None:
-    flags = (True, False)
-    every = list(itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags))
-    for activation, dim, bias, *rest in every if LARGE else every[group.size() % 3 :: 3]:
-        mlp(group, activation, dim, bias, dtype, *rest)
+    against(
+        group, name, layer, dense, lambda of_grads: shards(dense, rank, features, grad=of_grads), cuts,
+        {dim: rows, None: features}, [(*shape, hidden)] * 2, 4,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
-def test_mlp_against_the_unsharded_one(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    pool.run(mlps, dtype, world_size=world_size)
+@on_ranks()
+def test_mlp_against_the_unsharded_one(group: ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
+    flags = (True, False)
+    every = list(itertools.product(("gelu", "swiglu"), (0, 1), flags, flags, flags))
+    for activation, dim, bias, *rest in every if LARGE else every[world_size % 3 :: 3]:
+        mlp(group, activation, dim, bias, dtype, *rest)
 
 
-def counted(group: ProcessGroup) -> list[str]:
-    """The ops of one SwiGLU forward and backward, in order; those with a second product say so."""
-    from fusedtp.calls.dispatch import Ready
-
-    seen: list[str] = []
+def counted(group: ProcessGroup) -> list[tuple[str, int]]:
+    """The ops of one SwiGLU forward and backward, in order, with the number of their products."""
+    seen: list[tuple[str, int]] = []
     run = Ready.run
 
-    def seen_running(self: Ready, operands: Sequence[Any]) -> list[Tensor]:
-        others = len(self.task.results(group.rank())) - 1 if not self.task.keeps else 0
-        seen.append(self.task.op.name + " and another" * others)
+    def seen_running(self: Ready, operands: Any) -> list[Tensor]:
+        seen.append((self.task.op.name, 1 if self.task.keeps else len(self.task.results(group.rank()))))
         return run(self, operands)
 
     with mock.patch.object(Ready, "run", seen_running):
@@ -262,33 +239,17 @@ def counted(group: ProcessGroup) -> list[str]:
 
 
 def test_swiglu_gathers_its_input_once_each_way(pool: RankPool) -> None:
-    """Forward: one gather, one scatter. Backward: dy gathered once; x gathered once for both dw, beside the scatter of
-    the sum of both dx.
-    """
-    for ops in pool.run(counted, world_size=4):
-        assert ops[:2] == ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert ops[2:] == ["all_gather_matmul and another", "matmul_reduce_scatter and another and another"]
+    """Backward: dy gathered once; x gathered once for both dw, beside the scatter of the sum of both dx."""
+    forward = [("all_gather_matmul", 1), ("matmul_reduce_scatter", 1)]
+    backward = [("all_gather_matmul", 2), ("matmul_reduce_scatter", 3)]
+    assert pool.run(counted, world_size=4) == [forward + backward] * 4
 
 
-def copies(group: ProcessGroup) -> None:
-    """A layer can be copied, pickled, and made on the meta device; sequence_sizes may change between calls."""
+@on_ranks(2)
+def test_sequence_sizes_may_change_between_calls(group: ProcessGroup) -> None:
     layer = fusedtp.ParallelMLP(8, 12, activation="swiglu", group=group)
-    x = torch.randn(2, 8)
-    y = layer(x)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(other(x), y)
-        assert other.down_proj.group is layer.down_proj.group
-    state = torch.get_rng_state()
-    empty = fusedtp.ParallelMLP(8, 12, activation="swiglu", group=group, device="meta")
-    assert torch.equal(state, torch.get_rng_state()), "a layer without values must not draw any"
-    empty.to_empty(device="cpu").load_state_dict(layer.state_dict())
-    assert torch.equal(empty(x), y)
     layer.sequence_sizes = (3, 1)
     assert layer.gate_up_proj.sequence_sizes == layer.down_proj.sequence_sizes == layer.sequence_sizes == (3, 1)
     with pytest.raises(ValueError, match="sequence_sizes"):
         layer.sequence_sizes = (3, 1, 4)
     assert layer(torch.randn((3, 1)[group.rank()], 8)).shape == ((3, 1)[group.rank()], 8)
-
-
-def test_copies(pool: RankPool) -> None:
-    pool.run(copies, world_size=2)

@@ -31,6 +31,7 @@ from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
+from .harness import on_ranks
 from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
@@ -171,17 +172,6 @@ def rank() -> Iterator[Workspace]:
         ws.close()
 
 
-def test_loading_starts_nothing_and_ends() -> None:
-    kernel = mock.MagicMock()
-    with loading.only_loading():
-        loading.launch(kernel, (1,))(torch.zeros(1))
-        assert loading.is_only_loading()
-    assert not loading.is_only_loading()
-    kernel.__getitem__.assert_not_called()
-    loading.launch(kernel, (1,))(torch.zeros(1))
-    kernel.__getitem__.assert_called_once_with((1,))
-
-
 def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
     """By what starts kernels, and by an op before it begins."""
     x, kernel = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")), mock.MagicMock()
@@ -196,11 +186,8 @@ def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
         loading.check_device(x)
 
 
-def test_one_rank_starts_no_kernel(pool: RankPool) -> None:
-    pool.run(alone, world_size=1)
-
-
-def alone(group: ProcessGroup) -> None:
+@on_ranks(1)
+def test_one_rank_starts_no_kernel(group: ProcessGroup) -> None:
     a, b, left, x = torch.randn(3, 4), torch.randn(4, 5), torch.randn(2, 3), torch.randn(3, 6)
     with watched() as (started, _):
         out = direct.one("all_gather_matmul", "fused", group, a, b, sizes=(3,))
@@ -211,16 +198,13 @@ def alone(group: ProcessGroup) -> None:
     assert not started
 
 
-def test_a_product_that_sends_nothing_is_the_librarys(pool: RankPool) -> None:
-    assert pool.run(second_products, world_size=2) == [[]] * 2
-
-
-def second_products(group: ProcessGroup) -> list[str]:
+@on_ranks(2)
+def test_a_product_that_sends_nothing_is_the_librarys(group: ProcessGroup) -> None:
     x, w = (torch.randn(*shape, requires_grad=True) for shape in ((4, 6), (5, 6)))
     with watched() as (started, _):
         fusedtp.all_gather_linear(x, w, group=group, schedule="fused").sum().backward()
         fusedtp.linear_reduce_scatter(x, w, group=group, schedule="fused").sum().backward()
-    return [start[0] for start in started if start[0] == "_matmul_kernel"]
+    assert "_matmul_kernel" not in [start[0] for start in started]
 
 
 class Count(TorchDispatchMode):

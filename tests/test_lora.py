@@ -16,11 +16,10 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
-from fusedtp.bench.ranks import RankPool
 from fusedtp.styles import lora
 
-from .harness import LARGE
-from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, mesh_of
+from .harness import LARGE, mesh_of, on_ranks
+from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of
 
 pytestmark = [
     pytest.mark.skipif(
@@ -44,6 +43,8 @@ CASES: dict[str, tuple[str, list[str] | str, dict[str, Any], dict[str, Any]]] = 
     "attention alone": ("Mixtral", ["q_proj", "o_proj"], {}, {}),
     "norms": ("Llama", ["input_layernorm", "norm"], {}, {}),
 }
+# Whole sequences with what depends on them: a vocabulary's parts, packed linears, norms.
+WHOLE = ("every linear", "packed", "norms")
 
 
 def adapted(name: str, **more: Any) -> Any:
@@ -80,6 +81,15 @@ def logits_of(model: nn.Module, **options: Any) -> Any:
     return outputs_of(model, **options).logits
 
 
+def learn_alike(model: nn.Module, dense: nn.Module) -> None:
+    """Compare the loss and every gradient of one call."""
+    expected, got = loss_of(dense), loss_of(model)
+    close(got, expected, "loss")
+    expected.backward()
+    got.backward()
+    gradients_are_those_of(model, dense)
+
+
 def put_on_later(dense: Any, model: Any, rank: int) -> None:
     """A second adapter, others made of two, several in one batch, and one that is loaded."""
     from peft.tuners.lora import layer
@@ -98,11 +108,7 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
         torch.manual_seed(24 if each is dense or rank == 0 else 99)
         each.add_adapter("second", config)
         each.set_adapter("second")
-    expected, got = map(loss_of, both)
-    close(got, expected, "second")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(model, dense)
+    learn_alike(model, dense)
     for each in both:
         each.eval().zero_grad()
     for kind in ("cat", "svd", "dare_linear"):
@@ -153,15 +159,19 @@ def merged_and_back(dense: Any, model: Any) -> None:
     close(logits_of(model), logits_of(dense), "unloaded")
 
 
-def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [
+        *((name, True) for name in CASES if LARGE or name not in WHOLE[1:]),
+        *((name, False) for name in WHOLE),
+    ],
+)  # fmt: skip
+@on_ranks(2)
+def test_as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -> None:
     dense = adapted(name)
     model = copy.deepcopy(dense)
     assert fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel) is model
-    expected, got = loss_of(dense), loss_of(model)
-    close(got, expected, "loss")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(model, dense)
+    learn_alike(model, dense)
     for each in (dense.eval(), model.eval()):
         each.zero_grad()
     if name != "norms":
@@ -173,22 +183,9 @@ def as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bool) -
         merged_and_back(dense, model)
 
 
-# Whole sequences with what depends on them: a vocabulary's parts, packed linears, norms.
-WHOLE = ("every linear", "packed", "norms")
-
-
-@pytest.mark.parametrize(
-    ("name", "sequence_parallel"),
-    [
-        *((name, True) for name in CASES if LARGE or name not in WHOLE[1:]),
-        *((name, False) for name in WHOLE),
-    ],
-)  # fmt: skip
-def test_as_in_one_process(pool: RankPool, name: str, sequence_parallel: bool) -> None:
-    pool.run(as_in_one_process, name, sequence_parallel, world_size=2)
-
-
-def merged_before(group: ProcessGroup, name: str) -> None:
+@pytest.mark.parametrize("name", ["every linear", "packed"])
+@on_ranks(2)
+def test_merged_before_it_is_split(group: ProcessGroup, name: str) -> None:
     dense = adapted(name).eval()
     dense.merge_adapter()
     model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group))
@@ -198,12 +195,8 @@ def merged_before(group: ProcessGroup, name: str) -> None:
         close(logits_of(model), logits_of(dense), "unloaded")
 
 
-@pytest.mark.parametrize("name", ["every linear", "packed"])
-def test_merged_before_it_is_split(pool: RankPool, name: str) -> None:
-    pool.run(merged_before, name, world_size=2)
-
-
-def put_on_afterwards(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_put_on_afterwards(group: ProcessGroup) -> None:
     """What a rank's part of a linear would get wrong is refused; what every rank has whole is as ever."""
     import peft
 
@@ -237,18 +230,11 @@ def put_on_afterwards(group: ProcessGroup) -> None:
     for key, parameter in [pair for each in both for pair in each.named_parameters()]:
         if "lora_" in key:
             nn.init.constant_(parameter, 0.2)
-    expected, got = map(loss_of, both)
-    close(got, expected, "loss")
-    expected.backward()
-    got.backward()
-    gradients_are_those_of(both[1], both[0])
+    learn_alike(both[1], both[0])
 
 
-def test_put_on_afterwards(pool: RankPool) -> None:
-    pool.run(put_on_afterwards, world_size=2)
-
-
-def prefix_put_on_afterwards(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
     """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not.
 
     A prompt goes through the model: right.
@@ -287,11 +273,8 @@ def prefix_put_on_afterwards(group: ProcessGroup) -> None:
         gradients_are_those_of(both[1], both[0])
 
 
-def test_prefix_tuning_put_on_afterwards(pool: RankPool) -> None:
-    pool.run(prefix_put_on_afterwards, world_size=2)
-
-
-def others_refused(group: ProcessGroup) -> None:
+@on_ranks(1)
+def test_other_adapters_are_refused_by_name(group: ProcessGroup) -> None:
     import peft
 
     def refused(model: Any, said: str) -> None:
@@ -311,8 +294,3 @@ def others_refused(group: ProcessGroup) -> None:
     refused(peft.get_peft_model(decoder("Llama"), prefix), "'default', PrefixTuning, gives every rank .* of all heads")
     ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
     refused(peft.get_peft_model(decoder("Llama"), ia3), r"mlp\.up_proj, around which peft has put peft.*ia3.*Linear:")
-
-
-def test_other_adapters_are_refused_by_name(pool: RankPool) -> None:
-    # A rank has imported peft.
-    pool.run(others_refused, world_size=1)

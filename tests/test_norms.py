@@ -11,11 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 
-import fusedtp
 from fusedtp import (
     FusedColwiseParallel,
     FusedEmbeddingParallel,
@@ -23,7 +21,8 @@ from fusedtp import (
     FusedNormParallel,
     FusedRowwiseParallel,
 )  # fmt: skip
-from fusedtp.bench.ranks import RankPool
+
+from .harness import mesh_of, on_ranks, spread
 
 FEATURES = 6
 
@@ -58,26 +57,29 @@ def made(name: str) -> nn.Module:
     return norm.double()
 
 
-def mesh_of(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-
-
-def as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
+@pytest.mark.parametrize(("name", "schedule"), spread(list(NORMS), ["auto", "unfused"]))
+@on_ranks(3)
+def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
     """Tokens split unevenly: rank 0 has one more."""
     style = FusedNormParallel(sequence_dim=0, use_local_output=True, schedule=schedule)
     dense, norm = made(name), parallelize_module(made(name), mesh_of(group), style)
+    assert isinstance(norm, type(dense))
+    assert list(norm.state_dict()) == list(dense.state_dict())
     x = torch.randn(2 * group.size() + 1, 2, FEATURES, generator=torch.Generator().manual_seed(4)).double()
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).double()
     mine = slice(0, 3) if group.rank() == 0 else slice(2 * group.rank() + 1, 2 * group.rank() + 3)
     whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
-    for _ in range(2):
-        expected, y = dense(whole), norm(part)
+    # Compiling takes longer than all else here.
+    compiled = name in ("LayerNorm", "own", "without parameters")
+    for call in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager") if compiled else norm):
+        expected, y = dense(whole), call(part)
         assert type(y) is Tensor
         torch.testing.assert_close(y, expected[mine])
         expected.backward(dy)
         y.backward(dy[mine])
         torch.testing.assert_close(part.grad, whole.grad[mine])
         for (key, parameter), reference in zip(norm.named_parameters(), dense.parameters(), strict=True):
+            assert getattr(norm, key) is parameter
             assert isinstance(parameter, DTensor)
             assert isinstance(parameter.grad, DTensor), key
             assert parameter.grad.placements == (Replicate(),)
@@ -85,47 +87,17 @@ def as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
         # Evaluation in between.
         with torch.inference_mode():
             torch.testing.assert_close(norm(part.detach()), dense(x)[mine])
+    torch._dynamo.reset()
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(other) is type(norm)
+        assert torch.equal(other(x), norm(x))
+        assert all(isinstance(each, DTensor) for each in other.parameters())
+    norm.requires_grad_(False)
+    assert not norm(x).requires_grad
 
 
-@pytest.mark.parametrize("schedule", ["auto", "unfused"])
-@pytest.mark.parametrize("name", NORMS)
-def test_as_in_one_process(pool: RankPool, name: str, schedule: str) -> None:
-    pool.run(as_in_one_process, name, schedule, world_size=3)
-
-
-def kept(group: ProcessGroup) -> None:
-    """Its states, copies, classes; a compiled one, a frozen one."""
-    for name in NORMS:
-        norm = parallelize_module(made(name), mesh_of(group), FusedNormParallel(use_local_output=True))
-        x = torch.randn(3, 2, FEATURES).double()
-        assert isinstance(norm, type(made(name)))
-        assert list(norm.state_dict()) == list(made(name).state_dict())
-        for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
-            assert type(other) is type(norm)
-            assert torch.equal(other(x), norm(x))
-            assert all(isinstance(each, DTensor) for each in other.parameters())
-        # Compiling takes longer than all else here.
-        is_compiled = name in ("LayerNorm", "own", "without parameters")
-        compiled = torch.compile(norm, fullgraph=True, backend="aot_eager") if is_compiled else norm
-        torch.testing.assert_close(compiled(x), norm(x))
-        if not any(True for _ in norm.parameters()):
-            continue
-        compiled(x).sum().backward()
-        grads = [each.grad.to_local() for each in norm.parameters()]
-        norm.zero_grad()
-        norm(x).sum().backward()
-        torch.testing.assert_close(grads, [each.grad.to_local() for each in norm.parameters()])
-        assert all(getattr(norm, key) is each for key, each in norm.named_parameters())
-        norm.requires_grad_(False)
-        assert not norm(x).requires_grad
-        torch._dynamo.reset()
-
-
-def test_copies_and_a_compiled_one(pool: RankPool) -> None:
-    pool.run(kept, world_size=2)
-
-
-def as_torchs(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_as_torchs_style(group: ProcessGroup) -> None:
     """What torch's SequenceParallel returns of the same input, plain or in another layout, and by the same defaults."""
     mesh = mesh_of(group)
     x = torch.randn(2, 2 * group.size(), FEATURES, generator=torch.Generator().manual_seed(6)).double()
@@ -152,10 +124,6 @@ def as_torchs(group: ProcessGroup) -> None:
                     assert y.placements == expected.placements
                     y, expected = y.to_local(), expected.to_local()
                 torch.testing.assert_close(y, expected)
-
-
-def test_as_torchs_style(pool: RankPool) -> None:
-    pool.run(as_torchs, world_size=2)
 
 
 class Attention(nn.Module):
@@ -189,8 +157,12 @@ class Block(nn.Module):
         return self.head(self.last(x))
 
 
-def word_for_word(group: ProcessGroup, length: int, grouped: bool) -> None:
-    """A plan of torch's, as torchtitan writes it, with our class names, or with a FusedGroup in place of the gather."""
+@pytest.mark.parametrize(("changed", "length"), [("", 7), ("gather", 6), ("gather", 7), ("norms", 6)])
+@on_ranks(2)
+def test_a_plan_of_torchs_word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
+    """A plan of torch's, as torchtitan writes it, with our class names; with a FusedGroup in place of the gather; with
+    torch's norms.
+    """
     mesh = mesh_of(group)
     torch.manual_seed(8)
     dense = Block().double()
@@ -204,7 +176,9 @@ def word_for_word(group: ProcessGroup, length: int, grouped: bool) -> None:
         "ffn.2": FusedRowwiseParallel(**rows), "last": FusedNormParallel(),
         "head": FusedColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     }  # fmt: skip
-    if grouped:
+    if changed == "norms":
+        plan |= dict.fromkeys(("norm", "ffn_norm"), SequenceParallel(use_local_output=True))
+    if changed == "gather":
         plan = {key: style for key, style in plan.items() if key[-2:] not in (".q", ".k", ".v")}
         plan["attention"] = FusedGroup("q", "k", "v", input_layouts=Shard(1))
     ours = parallelize_module(copy.deepcopy(dense), mesh, plan)
@@ -219,13 +193,9 @@ def word_for_word(group: ProcessGroup, length: int, grouped: bool) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, msg=key)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_plan_of_torchs_word_for_word(pool: RankPool, grouped: bool) -> None:
-    for length in (6, 7):
-        pool.run(word_for_word, length, grouped, world_size=2)
-
-
-def dropped(group: ProcessGroup, length: int) -> None:
+@pytest.mark.parametrize("length", [7, 1])
+@on_ranks(2)
+def test_a_dropout(group: ProcessGroup, length: int) -> None:
     """As in one process from the same random state, which stays the same on every rank, tokens divide or not."""
     mesh = mesh_of(group)
     for options, training in (({}, True), ({"use_local_output": True}, True), ({}, False)):
@@ -244,48 +214,3 @@ def dropped(group: ProcessGroup, length: int) -> None:
         part = distribute_tensor(expected.detach(), mesh, [Shard(1)], src_data_rank=None)
         assert torch.equal(y if options else y.to_local(), part.to_local())
         assert torch.equal(given.grad.full_tensor(), x.grad)
-
-
-@pytest.mark.parametrize("length", [8, 7, 1])
-def test_a_dropout(pool: RankPool, length: int) -> None:
-    pool.run(dropped, length, world_size=2)
-
-
-BAD: dict[str, tuple[Callable[[DeviceMesh], Any], type[Exception], str]] = {
-    "another dropout": (
-        lambda mesh: parallelize_module(nn.AlphaDropout(0.5), mesh, FusedNormParallel()),
-        NotImplementedError, "is for nn.Dropout and for a norm with no modules in it, got AlphaDropout",
-    ),
-    "dim": (lambda mesh: FusedNormParallel(sequence_dim="1"), TypeError, "sequence_dim must be an int, got '1'"),
-    "features": (
-        lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, FusedNormParallel())(torch.ones(2, 4)),
-        ValueError, "must not be sharded along its last dim",
-    ),
-    "modules": (
-        lambda mesh: parallelize_module(nn.Sequential(nn.LayerNorm(4)), mesh, FusedNormParallel()),
-        NotImplementedError, "got Sequential",
-    ),
-    "twice": (
-        lambda mesh: parallelize_module(
-            parallelize_module(nn.LayerNorm(4), mesh, FusedNormParallel()), mesh, FusedNormParallel()
-        ),
-        NotImplementedError, "this FusedLayerNorm has a style already",
-    ),
-    "schedule": (lambda mesh: FusedNormParallel(schedule="fast"), ValueError, "schedule must be one of"),
-    "mesh": (lambda mesh: FusedNormParallel()._apply(nn.LayerNorm(4), None), TypeError, "device_mesh must be a Dev"),
-}  # fmt: skip
-
-
-def refused(group: ProcessGroup) -> None:
-    for call, kind, text in BAD.values():
-        with pytest.raises(kind, match=text):
-            call(mesh_of(group))
-
-
-def test_bad_input(pool: RankPool) -> None:
-    pool.run(refused, world_size=2)
-
-
-def test_it_says_what_it_is() -> None:
-    said = "FusedNormParallel(sequence_dim=1, use_local_output=False, schedule='auto')"
-    assert repr(fusedtp.FusedNormParallel()) == said

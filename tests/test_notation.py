@@ -94,12 +94,7 @@ def test_newlines_do_not_move_the_caret() -> None:
     assert shown[pointer.index("^")] == "Q"
 
 
-def test_only_strings() -> None:
-    with pytest.raises(TypeError, match="not int"):
-        parse(3)  # type: ignore[arg-type]
-
-
-BRIEF = settings(max_examples=400 if LARGE else 30, deadline=None)
+BRIEF = settings(max_examples=400 if LARGE else 50, deadline=None)
 AXIS = st.one_of(st.sampled_from("WXYZ"), st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,4}", fullmatch=True))
 NAME = st.from_regex(r"[A-Z][A-Za-z0-9]{0,3}", fullmatch=True)
 
@@ -130,8 +125,15 @@ def test_round_trip(spec: Spec) -> None:
     assert parse(str(spec).replace(" ", "")) == spec
 
 
+@st.composite
+def mutilated(draw: st.DrawFn) -> str:
+    text = str(draw(specs()))
+    at = draw(st.integers(0, len(text) - 1))
+    return text[:at] + draw(st.sampled_from(["", "_", "X", "[", "]", "}", ","])) + text[at + 1 :]
+
+
 @BRIEF
-@given(st.text(alphabet="MKN_XYU{}[],@-> ab", max_size=40))
+@given(st.one_of(mutilated(), st.text(alphabet="MKN_XYU{}[],@-> ab", max_size=40)))
 def test_any_text_parses_or_points_into_itself(text: str) -> None:
     try:
         spec = parse(text)
@@ -140,16 +142,3 @@ def test_any_text_parses_or_points_into_itself(text: str) -> None:
         assert 4 <= pointer.index("^") <= len(text) + 4
     else:
         assert parse(str(spec)) == spec
-
-
-@BRIEF
-@given(specs(), st.data())
-def test_mutilated_specs_parse_or_are_refused(spec: Spec, data: st.DataObject) -> None:
-    text = str(spec)
-    at = data.draw(st.integers(0, len(text) - 1))
-    broken = text[:at] + data.draw(st.sampled_from(["", "_", "X", "[", "]", "}", ","])) + text[at + 1 :]
-    try:
-        again = parse(broken)
-    except NotationError:
-        return
-    assert parse(str(again)) == again

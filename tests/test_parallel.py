@@ -1,11 +1,10 @@
-"""The styles on nn.Linear: every layout, every gradient and its placement; the other mesh axis given to torch."""
+"""The styles on nn.Linear: every layout, every gradient and its placement."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -22,7 +19,7 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 
-from .harness import LARGE, spread
+from .harness import LARGE, mesh_of, on_ranks, spread
 
 REPLICATE = Replicate()
 # (input, output) of each style; None is its default.
@@ -36,10 +33,6 @@ STYLES = {
     "colwise": (fusedtp.FusedColwiseParallel, COLWISE, REPLICATE, Shard(2), {"weight": Shard(0), "bias": Shard(0)}),
     "rowwise": (fusedtp.FusedRowwiseParallel, ROWWISE, Shard(2), REPLICATE, {"weight": Shard(1), "bias": REPLICATE}),
 }
-
-
-def tp_mesh(group: ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
 
 
 def check(out: Tensor, ref: Tensor, name: str) -> None:
@@ -57,7 +50,7 @@ def styled(
     name = (
         f"{kind} {into} -> {out}, uneven {uneven}, bias {bias}, DTensor in {given_dtensor}, out {not use_local_output}"
     )
-    mesh = tp_mesh(group)
+    mesh = mesh_of(group)
     # Uneven as DTensor cuts: over 4 ranks 5 is 2, 2, 1, 0.
     shape, num_out = ((5, 7, 10), 9) if uneven else ((4, 12, 8), 12)
     torch.manual_seed(7)
@@ -102,42 +95,31 @@ def styled(
         check(p.grad.to_local(), distribute_tensor(grad, mesh, p.placements).to_local(), f"local d {key} of {name}")
 
 
-def all_styled(group: ProcessGroup, kind: str, uneven: bool) -> None:
+@pytest.mark.parametrize(("uneven", "world_size"), spread([False, True], [1, 4, 2]))
+@pytest.mark.parametrize("kind", STYLES)
+@on_ranks()
+def test_every_layout(group: ProcessGroup, kind: str, uneven: bool, world_size: int) -> None:
     flags = (False, True)
     every = list(itertools.product(range(6), flags, flags, flags))
     # Of several numbers of ranks each has a third.
-    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[group.size() // 2 :: 3]:
+    for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[world_size // 2 :: 3]:
         into = STYLES[kind][1][layouts][0]
         # A plain sharded input is taken to be as long on every rank, by torch as well.
         if not (uneven and not given_dtensor and isinstance(into, Shard)):
             styled(group, kind, layouts, uneven, bias, given_dtensor, use_local_output)
 
 
-@pytest.mark.parametrize(("uneven", "world_size"), spread([False, True], [1, 4, 2]))
-@pytest.mark.parametrize("kind", STYLES)
-def test_every_layout(pool: RankPool, kind: str, uneven: bool, world_size: int) -> None:
-    pool.run(all_styled, kind, uneven, world_size=world_size)
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(9)
-    return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
-
-
-def plan() -> dict[str, Any]:
-    return {
-        "0": fusedtp.FusedColwiseParallel(input_layouts=Shard(1)),
-        "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1)),
-    }
-
-
-def copied_and_hooked(group: ProcessGroup) -> None:
+@on_ranks(2)
+def test_modules_are_changed_in_place(group: ProcessGroup) -> None:
     """The module is changed in place: hooks stay, a copy works, torch.compile finds no graph break."""
-    model, mesh = mlp(), tp_mesh(group)
+    mesh, wide = mesh_of(group), fusedtp.FusedColwiseParallel(input_layouts=Shard(1))
+    plan: dict[str, Any] = {"0": wide, "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1))}
+    torch.manual_seed(9)
+    model = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)).double()
     calls: list[torch.Size] = []
     model[0].register_forward_hook(lambda module, args, out: calls.append(out.shape))
     first = model[0]
-    assert parallelize_module(model, mesh, plan()) is model
+    assert parallelize_module(model, mesh, plan) is model
     assert model[0] is first
     assert isinstance(first, nn.Linear)
     x = torch.randn(2, 4, 8, dtype=torch.float64)
@@ -149,75 +131,9 @@ def copied_and_hooked(group: ProcessGroup) -> None:
     torch._dynamo.reset()
 
 
-def test_modules_are_changed_in_place(pool: RankPool) -> None:
-    pool.run(copied_and_hooked, world_size=2)
-
-
-def tp_mlp(mesh: DeviceMesh) -> nn.Sequential:
-    return parallelize_module(mlp(), mesh, plan())  # type: ignore[return-value]
-
-
-def with_fsdp(mesh: DeviceMesh) -> nn.Module:
-    model = tp_mlp(mesh["tp"])
-    for each in (model[0], model[2]):
-        fully_shard(each, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
-
-
-def layers_with_fsdp(mesh: DeviceMesh) -> nn.Module:
-    layer = fusedtp.ParallelMLP(8, 12, dtype=torch.float64, group=mesh["tp"], sequence_dim=1)
-    whole = tp_mlp(mesh["tp"]).state_dict()
-    names = {"up_proj.weight": "0.weight", "up_proj.bias": "0.bias", "down_proj.weight": "2.weight",
-             "down_proj.bias": "2.bias"}  # fmt: skip
-    layer.load_state_dict({name: whole[other] for name, other in names.items()})
-    for each in (layer.up_proj, layer.down_proj):
-        fully_shard(each, mesh=mesh["dp"])
-    return fully_shard(layer, mesh=mesh["dp"])
-
-
-def on_two_axes(group: ProcessGroup, wrap: Callable[[DeviceMesh], nn.Module]) -> None:
-    """Data parallel over one axis by torch, tensor parallel over the other by us, against the whole batch at once."""
-    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
-    dense, model = mlp(), wrap(mesh)
-    x, dy = torch.randn(4, 6, 8, dtype=torch.float64), torch.randn(4, 6, 8, dtype=torch.float64)
-    for turn in (1, 2):
-        y_ref = dense(x)
-        # FSDP averages over the data axis.
-        (y_ref * dy).sum().div(2).backward()
-        rows, cols = slice(2 * dp, 2 * dp + 2), slice(3 * tp, 3 * tp + 3)
-        y = model(x[rows, cols])
-        check(y, y_ref[rows, cols], f"y, turn {turn}")
-        (y * dy[rows, cols]).sum().backward()
-    refs = [p.grad for p in dense.parameters()]
-    for i, (p, ref) in enumerate(zip(model.parameters(), refs, strict=True)):
-        assert p.grad is not None
-        assert ref is not None
-        assert isinstance(p.grad, DTensor)
-        check(p.grad.full_tensor(), ref, f"gradient {i}")
-
-
-@pytest.mark.parametrize("wrap", [with_fsdp, layers_with_fsdp])
-def test_data_parallel_on_the_other_axis(pool: RankPool, wrap: Callable[[DeviceMesh], nn.Module]) -> None:
-    pool.run(on_two_axes, wrap)
-
-
-def bias_of_rows(group: ProcessGroup) -> float:
-    """The gradient of a row bias under an output split by rows: that of all rows, on every rank."""
-    model = parallelize_module(nn.Linear(8, 4), tp_mesh(group), fusedtp.FusedRowwiseParallel(output_layouts=Shard(0)))
-    model(torch.ones(6, 8 // group.size())).sum().backward()
-    grad = model.bias.grad
-    assert isinstance(grad, DTensor)
-    assert grad.placements == (Replicate(),)
-    return float(grad.to_local()[0])
-
-
-def test_row_bias_gets_the_whole_gradient(pool: RankPool) -> None:
-    assert pool.run(bias_of_rows, world_size=2) == [6.0, 6.0]
-
-
-def tied(group: ProcessGroup) -> None:
-    mesh = tp_mesh(group)
+@on_ranks(1)
+def test_a_tied_weight_is_told(group: ProcessGroup) -> None:
+    mesh = mesh_of(group)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "up": nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
     # Neither a weight of its own nor one that a dictionary or an optimizer has too is tied.
@@ -229,15 +145,11 @@ def tied(group: ProcessGroup) -> None:
     assert len(known) == 2
 
 
-def test_a_tied_weight_is_told(pool: RankPool) -> None:
-    pool.run(tied, world_size=1)
-
-
 def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
     """This rank's rows by the code, and those of the same model on one rank."""
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     first, after = 3 * group.rank(), 3 * group.rank() + 3
-    scope: dict[str, Any] = {"mesh": {"tp": tp_mesh(group)}, "x": rows[first:after]}
+    scope: dict[str, Any] = {"mesh": {"tp": mesh_of(group)}, "x": rows[first:after]}
     exec(code, scope)
     dense: dict[str, Any] = {"x": rows}
     exec(re.sub(r"(?m)^parallelize_module\(.*\n", "", code), dense)

@@ -18,7 +18,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import Config, compiled_config
-from fusedtp.kernels.signal import HARDWARE, SIGNALS
+from fusedtp.kernels.signal import SIGNALS
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.steps import DeviceSteps
@@ -63,32 +63,6 @@ def test_a_layer_by_each_producer(pool: RankPool, by: tuple[str, ...]) -> None:
         wanted = by[rank % len(by)]
         # A CPU has neither links nor a copy engine: its kernels are checked as they would run in a graph.
         assert set(seen) == {"push" if wanted == "auto" else wanted}, f"rank {rank}"
-
-
-def test_only_the_gathers_of_kernels_have_a_producer(pool: RankPool) -> None:
-    assert pool.run(paths, world_size=2) == [["push", "", ""]] * 2
-
-
-def paths(group: ProcessGroup) -> list[str]:
-    found, x = [], torch.ones(4, 4)
-    for schedule, algorithm in (("fused", "direct"), ("fused", "ring"), ("decomposed", "direct")):
-        fusedtp.all_gather(x, group=group, schedule=schedule, algorithm=algorithm)
-        found.append(fusedtp.last_path().producer)
-    return found
-
-
-def asked_of_auto(group: ProcessGroup) -> list[str]:
-    x, w = torch.ones(4, 4), torch.ones(4, 4)
-    fusedtp.all_gather_linear(x, w, group=group, producer="push")
-    told = fusedtp.last_path().reason
-    fusedtp.all_gather_linear(x, w, group=group)
-    return [told, fusedtp.last_path().reason]
-
-
-def test_a_producer_that_has_no_effect_is_told(pool: RankPool) -> None:
-    """`auto` takes no kernel on a CPU."""
-    for told, without in pool.run(asked_of_auto, world_size=2):
-        assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"
 
 
 @pytest.fixture
@@ -166,21 +140,6 @@ def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
     assert [argument.name for argument in schema.arguments] == ["input", "offset", "val"]
 
 
-def test_ranks_go_by_the_hardware_of_rank_0(rank: Workspace) -> None:
-    assert rank.hardware is hardware.CPU
-    for machine in hardware.HARDWARE.values():
-        assert hardware.numbered(hardware.number_of(machine)) is machine
-    assert hardware.numbered(hardware.number_of(None)) is None
-    rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("b200"))
-    rank._arena.tensors[1][:256].view(torch.int32)[HARDWARE.value] = hardware.number_of(hardware.find("a100"))
-    on_gpu = mock.patch.object(rank, "device", torch.device("cuda"))
-    with on_gpu, mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA Unheard-of"):
-        assert rank._shared_hardware().name == "b200"
-        rank._arena.tensors[0][:256].view(torch.int32)[HARDWARE.value] = 0
-        with pytest.warns(UserWarning, match="does not know .*Unheard-of"):
-            assert rank._shared_hardware().name == "h100"
-
-
 def test_pieces_and_parts() -> None:
     """A tile's rows to a piece, halved while they are long; whole pieces to a copy, of COPY_BYTES or a little more."""
     config = Config(block_m=128)
@@ -195,12 +154,14 @@ def test_pieces_and_parts() -> None:
 
 
 def asked_for(group: ProcessGroup) -> list[str]:
-    """The producer of the last op of each call that asks for copies, forward, or backward where that gathers."""
+    """The producer of the last op of each call, forward, or backward where that gathers; and what `auto` says."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     how = {"schedule": "fused", "producer": "copy"}
     x, w = torch.ones(4, 6), torch.ones(5, 6)
     style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), **how)
-    forward = [
+    y = fusedtp.RowParallelLinear(12, 4, group=group, **how)(x.clone().requires_grad_())
+    seen = []
+    for call in (
         lambda: fusedtp.all_gather_linear(x, w, group=group, **how),
         lambda: fusedtp.fsdp_linear(x, w, group=group, **how),
         lambda: fusedtp.all_gather(x, group=group, **how),
@@ -208,14 +169,22 @@ def asked_for(group: ProcessGroup) -> list[str]:
         lambda: fusedtp.ColumnParallelLinear(6, 4, group=group, **how)(x),
         lambda: fusedtp.FSDPLinear(6, 4, group=group, **how)(x),
         lambda: style._apply(nn.Linear(6, 4), mesh)(x),
-    ]
-    y = fusedtp.RowParallelLinear(12, 4, group=group, **how)(x.clone().requires_grad_())
-    seen = []
-    for call in (*forward, lambda: y.sum().backward()):
+        lambda: y.sum().backward(),
+        lambda: fusedtp.all_gather(x, group=group, schedule="fused", algorithm="direct"),
+        lambda: fusedtp.all_gather(x, group=group, schedule="fused", algorithm="ring"),
+        lambda: fusedtp.all_gather(x, group=group, schedule="decomposed", algorithm="direct"),
+    ):
         call()
         seen.append(fusedtp.last_path().producer)
+    # It takes no kernel on a CPU.
+    for options in ({}, {"producer": "push"}):
+        fusedtp.all_gather_linear(x, w, group=group, **options)
+        seen.append(fusedtp.last_path().reason)
     return seen
 
 
 def test_a_caller_may_ask_for_a_producer(pool: RankPool) -> None:
-    assert pool.run(asked_for, world_size=2) == [["copy"] * 8] * 2
+    """Only the gathers of kernels have one; where it has no effect, that is told."""
+    for *seen, without, told in pool.run(asked_for, world_size=2):
+        assert seen == ["copy"] * 8 + ["push", "", ""]
+        assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"

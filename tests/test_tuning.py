@@ -57,11 +57,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     tuning.write(target, tuning.dump(Table(tuning.identity(), samples, {2: RATES})))
     assert [path.name for path in target.parent.iterdir()] == ["tuning.json"]
     table, content, ignored = tuning.load(target)
-    assert table is not None
     assert (table.samples, ignored) == (samples, "")
     assert table == tuning.parse(content)
     machine = table.hardware(3)
-    assert machine is not None
     assert (machine.launch_us, machine.memory_gbps, machine.link_gbps) == (100.0, 10.0, 1.0)
 
 
@@ -86,23 +84,29 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
+MALFORMED = [
+    "\0", text(samples=[{}]), text(samples=3), text(machine=None), text(rates={"2": {}}), text(rates={"two": RATES}),
+    text(rates={"2": RATES | {"memory_gbps": -1}}), text(rates={"2": RATES | {"flag_us": float("nan")}}),
+    text(replace(sample(), op="mine")), text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)),
+    text(sample(unfused=float("inf"))), text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "content",
+    ("content", "told"),
     [
-        "", "[]", "{", "null", "\0", text(format=2), text(samples=[{}]), text(samples=3), text(machine=None),
-        text(rates={"2": {}}), text(rates={"two": RATES}), text(rates={"2": RATES | {"memory_gbps": -1}}),
-        text(rates={"2": RATES | {"flag_us": float("nan")}}), text(replace(sample(), op="mine")),
-        text(replace(sample(), dtype="int8")), text(sample(unfused=-1.0)), text(sample(unfused=float("inf"))),
-        text(sample(rows=0)), text(sample(rows=True)), text(replace(sample(), ms={})), "[" * 100_000,
+        *((content, "fusedtp tune") for content in MALFORMED),
+        *((text(machine=tuning.identity() | {name: "other"}), f"measured with {name} 'other', here ")
+          for name in ("cpu", "cores", "gpu", "num_gpus", "torch", "triton")),
     ],
 )  # fmt: skip
-def test_a_malformed_file_is_ignored_and_left(tmp_path: Path, content: str) -> None:
+def test_a_malformed_or_foreign_file_is_ignored_and_left(tmp_path: Path, content: str, told: str) -> None:
     target = tmp_path / "tuning.json"
     target.write_text(content)
     table, shared, ignored = tuning.load(target)
     assert (table, shared) == (None, "")
     assert str(target) in ignored
-    assert "fusedtp tune" in ignored
+    assert told in ignored
     assert target.read_text() == content
 
 
@@ -118,21 +122,15 @@ def test_files_that_are_not_there_or_not_text(tmp_path: Path, monkeypatch: pytes
     assert tuning.path() == tmp_path / "fusedtp" / "tuning.json"
 
 
-@pytest.mark.parametrize("name", ["cpu", "cores", "gpu", "num_gpus", "torch", "triton"])
-def test_a_foreign_file_is_ignored(tmp_path: Path, name: str) -> None:
-    target = tmp_path / "tuning.json"
-    target.write_text(text(machine=tuning.identity() | {name: "other"}))
-    table, _, ignored = tuning.load(target)
-    assert table is None
-    assert f"measured with {name} 'other', here " in ignored
-
-
 def table(*samples: Sample) -> Table:
     return tuning.parse(text(*samples))
 
 
-def decide(known: Table | None, rows: int, cols: int, n: int = 2, dtype: str = "float32") -> tuple[str, str] | None:
-    return tuning.decide(known, None, "all_gather_matmul", dtype, n, rows, cols, BOTH)
+def decide(
+    known: Table | None, rows: int, cols: int, n: int = 2, dtype: str = "float32", gpu: Any = None
+) -> tuple[str, str] | None:
+    allowed = ("fused", *BOTH) if gpu else BOTH
+    return tuning.decide(known, gpu, "all_gather_matmul", dtype, n, rows, cols, allowed)
 
 
 def test_the_nearest_measurement_decides() -> None:
@@ -141,48 +139,36 @@ def test_the_nearest_measurement_decides() -> None:
         sample(4096, 4096, unfused=300.0, decomposed=150.0),
         sample(256, 512, n=4, unfused=3.0, decomposed=2.0),
     )
-    small = decide(known, 256, 512)
-    assert small is not None
-    assert small[0] == "unfused"
-    assert (
-        small[1]
-        == "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks, the nearest size measured here"
-    )
-    large = decide(known, 4000, 4100)
-    assert large is not None
-    assert large[0] == "decomposed"
-    assert "decomposed 2.00x as fast as unfused at 4096x4096" in large[1]
+    at = "the nearest size measured here"
+    small = "measured: unfused 1.50x as fast as decomposed at 256x512 on 2 ranks"
+    assert decide(known, 256, 512) == ("unfused", f"{small}, {at}")
+    large = "measured: decomposed 2.00x as fast as unfused at 4096x4096 on 2 ranks"
+    assert decide(known, 4000, 4100) == ("decomposed", f"{large}, {at}")
     other = decide(known, 256, 512, n=5)
-    assert other is not None
     assert other[0] == "decomposed"
     assert "on 4 ranks" in other[1]
-    assert decide(known, 256, 512, dtype="bfloat16") is None
-    assert decide(None, 256, 512) is None
+    assert decide(known, 256, 512, dtype="bfloat16") is decide(None, 256, 512) is None
+    # Empty tensors, and tables of one schedule.
+    assert decide(table(sample()), 0, 512) is not None
+    assert decide(table(sample(unfused=1.0)), 256, 512) is None
 
 
 def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
     # Measured where a wait is all that matters; with a thousand times the bytes the slow backend loses.
     known = table(sample(64, 64, 64, unfused=1.0, decomposed=1.1))
     near, far = decide(known, 64, 64), decide(known, 4096, 4096)
-    assert near is not None
-    assert far is not None
     assert (near[0], far[0]) == ("unfused", "decomposed")
     assert far[1].startswith("predicted from what was measured: decomposed ")
     assert "though not at 64x64" in far[1]
     # The correction itself: measured over predicted there, times predicted here.
-    machine = known.hardware(2)
-    assert machine is not None
     there, here = (
-        cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), machine).times
+        cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), known.hardware(2)).times
         for size in (64, 4096)
     )
-    off = {name: 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
-    ratio = (here["unfused"] + off["unfused"]) / (here["decomposed"] + off["decomposed"])
-    assert f"decomposed {ratio:.2f}x as fast as unfused" in far[1]
+    times = {name: here[name] + 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
+    assert f"decomposed {times['unfused'] / times['decomposed']:.2f}x as fast as unfused" in far[1]
     # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
-    tiny = decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)
-    assert tiny is not None
-    assert tiny[0] == "decomposed"
+    assert decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)[0] == "decomposed"
 
 
 SPREAD = np.array([0.9, 0.97, 1.0, 1.03, 1.1])
@@ -213,37 +199,31 @@ def test_quartiles_and_what_is_more_than_noise_are_kept(tmp_path: Path) -> None:
 
 def test_a_difference_that_is_noise_decides_nothing() -> None:
     noise = timed(unfused=1.0, decomposed=1.02)
-    made = decide(table(noise), 256, 512)
-    assert made is not None
-    assert made[0] == "decomposed"
     where = "256x512 on 2 ranks, the nearest size measured here"
-    assert made[1] == f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
+    said = f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
+    assert decide(table(noise), 256, 512) == ("decomposed", said)
     # as it did where noise was not judged, or where it is more than that
     for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
-        made = decide(table(told), 256, 512)
-        assert made is not None
-        assert made[0] == "unfused"
+        assert decide(table(told), 256, 512)[0] == "unfused"
     # what is usual and the fastest anyway needs no such words
     made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
-    assert made is not None
     assert made[1].startswith("measured: decomposed 1.02x as fast as unfused")
 
 
 def test_on_a_gpu_noise_leaves_it_to_the_prediction() -> None:
-    h100, allowed = HARDWARE["h100"], ("fused", "decomposed", "unfused")
-    at = {"op": "all_gather_matmul", "world_size": 8, "dtype": "bfloat16", "rows": 8192, "cols": 8192, "third": 1024}
+    query: dict[str, Any] = {"rows": 8192, "cols": 8192, "n": 8, "dtype": "bfloat16", "gpu": HARDWARE["h100"]}
+    at = {"world_size": 8, "dtype": "bfloat16", "rows": 8192, "cols": 8192, "third": 1024}
     noise = replace(timed(fused=1.02, decomposed=1.0, unfused=3.0), **at)
-    query = ("all_gather_matmul", "bfloat16", 8, 8192, 8192, allowed)
-    predicted = tuning.decide(None, h100, *query)
-    made = tuning.decide(Table({"cpu": "any"}, (noise,), {}), h100, *query)
-    assert predicted is not None
-    assert made is not None
-    assert (predicted[0], made[0]) == ("fused", "fused")
-    assert "which is noise" in made[1]
     slow = replace(timed(fused=3.0, decomposed=1.0, unfused=1.0), **at)
-    made = tuning.decide(Table({"cpu": "any"}, (slow,), {}), h100, *query)
-    assert made is not None
-    assert made[0] != "fused"
+    predicted, made, other = (
+        decide(known, **query) for known in (None, *(Table({"cpu": "any"}, (each,), {}) for each in (noise, slow)))
+    )
+    assert (predicted[0], made[0]) == ("fused", "fused")
+    assert predicted[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
+    assert "which is noise" in made[1]
+    assert other[0] != "fused"
+    alone = tuning.decide(None, HARDWARE["h100"], "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
+    assert alone == ("unfused", "predicted for NVIDIA H100 SXM: unfused alone can run")
 
 
 def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
@@ -263,21 +243,6 @@ def test_noise_is_shown_and_a_busy_machine_warned_of() -> None:
     shown = CliRunner().invoke(app, ["tune", "--help"]).output
     for column in ("travels", "third", "quartiles", "fastest", "by how many times"):
         assert column in " ".join(shown.split())
-
-
-def test_empty_tensors_and_short_tables_are_decided() -> None:
-    assert decide(table(sample()), 0, 512) is not None
-    assert decide(table(sample(unfused=1.0)), 256, 512) is None
-
-
-def test_a_gpu_without_measurements_is_predicted() -> None:
-    h100 = HARDWARE["h100"]
-    made = tuning.decide(None, h100, "all_gather_matmul", "bfloat16", 8, 8192, 8192, ("fused", "decomposed", "unfused"))
-    assert made is not None
-    assert made[0] == "fused"
-    assert made[1].startswith("predicted for NVIDIA H100 SXM: fused 1.")
-    alone = tuning.decide(None, h100, "all_gather", "bfloat16", 8, 8192, 8192, ("unfused",))
-    assert alone == ("unfused", "predicted for NVIDIA H100 SXM: unfused alone can run")
 
 
 def test_shares_are_those_of_the_cost_model() -> None:
@@ -373,7 +338,6 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = run(app, ["tune", "--world-size", "2", "--seconds", "0", "--dtype", "fp8"])
     assert again.exit_code == 0, again.output
     both, _, _ = tuning.load(target)
-    assert both is not None
     # float8 is only multiplied, and what was measured of another dtype stays.
     float8 = [each for each in both.samples if each.dtype == FLOAT8]
     assert {(each.op, each.rows) for each in float8} == {(op, 32) for op in OPS}
