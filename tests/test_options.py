@@ -50,18 +50,15 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) ->
     activation, count = options.get("activation", ""), options.get("count", 0)
     dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
     width = st.sampled_from((70, 5, 37, 16, 1))
-    if activation in GATED:
-        widths = (draw(width),) * 2
-    elif kind == "gather" and not count:
+    if kind == "gather" and not count:
         count = draw(st.integers(1, 2))
-        widths = tuple(draw(width) for _ in range(count))
-    else:
-        widths = tuple(draw(width) for _ in range(max(1, count)))
+    widths = (draw(width),) * 2 if activation in GATED else tuple(draw(width) for _ in range(max(1, count)))
     names = ["x", *(f"w{i}" for i in range(len(widths)))]
-    norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1)
+    norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1, -2)
     unused = st.lists(st.integers(0, len(widths) - 1), max_size=len(widths) - 1, unique=True)
+    shapes = st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66), (2, 7, 3)))
     return Case(
-        kind, dtype, shape=draw(st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66)))), dim=draw(st.sampled_from(dims)),
+        kind, dtype, shape=draw(shapes), dim=draw(st.sampled_from(dims)),
         how=draw(st.sampled_from(HOW)), k_how=draw(st.sampled_from(HOW)), widths=widths,
         biased=tuple(draw(st.booleans()) for _ in widths), activation=activation,
         residual=options.get("residual", False) or (bool(norm) and draw(st.booleans())), norm=norm,
@@ -134,7 +131,7 @@ def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
         found = []
         for given_ in (how, {}):
             operands = Operands(Case(kind, FP32, (8,), widths=widths, biased=(False,) * len(widths), **given_), group)
-            leaves = operands.leaves()
+            leaves = operands.leaves(dense=True)
             with counting() as forward:
                 outs = operands.call(schedule, leaves)
             with counting() as backward:
