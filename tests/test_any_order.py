@@ -19,38 +19,20 @@ from fusedtp.memory import Unreachable
 from fusedtp.workspaces.workspace import Workspace
 
 from .harness import last_path
-from .oracle import whole
+from .oracle import Case, Operands, whole
 from .virtual_ranks import LocalMemory, _Shared
 
 
-def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algorithm: str, schedule: str) -> str:
-    """A product's sum on every rank, with what a kernel adds to it, within its bound; how it was made."""
-    xs, ws = (
-        [whole((*size, K), dtype, 10 * i + r) for r in range(group.size())] for i, size in enumerate(((M,), (N,)))
-    )
-    bias, residual = whole((N,), dtype, 5), whole((M, N), dtype, 6)
-    made = [
-        fusedtp.linear_all_reduce(
-            xs[group.rank()], ws[group.rank()], bias, group=group, schedule=schedule, algorithm=algorithm,
-            residual=residual, order=order,
-        )
-        for order in ("any", "any", "rank")
-    ]  # fmt: skip
-    assert last_path().sums == ""
-    left, right = torch.cat(xs, -1), torch.cat(ws, -1).t()
-    expected = reference.matmul(left, right, bias) + residual.double()
+def summed(group: ProcessGroup, case: Case, schedule: str) -> str:
+    """A product's sum on every rank, with what a kernel adds to it, is right; how it was made."""
+    operands, eps = Operands(case, group), torch.finfo(case.dtype).eps
+    ((value, off),) = operands.expected
     # Where the switch adds, the sum is rounded before bias and residual are added.
-    allowed = reference.bound(left, right, dtype, group.size(), bias=bias, sum_dtype=dtype)
-    allowed = allowed + 3 * torch.finfo(dtype).eps * (expected.abs() + residual.double().abs())
-    y = made[0]
-    reference.check(y, expected, allowed, "y")
-    assert torch.equal(made[1], y)
-    first = [torch.empty_like(y) for _ in range(group.size())]
-    torch.distributed.all_gather(first, y, group=group)
-    assert all(torch.equal(each, y) for each in first)
-    fusedtp.linear_all_reduce(
-        xs[group.rank()], ws[group.rank()], group=group, schedule=schedule, algorithm=algorithm, order="any"
-    )
+    operands.expected = [(value, off + eps * (3 * value.abs() + operands.given["residual"].double().abs()))]
+    operands.check(schedule, str(case), order="any")
+    operands.call(schedule, operands.given, order="rank")
+    assert last_path().sums == ""
+    operands.call(schedule, operands.given, order="any")
     return last_path().sums
 
 
@@ -58,24 +40,26 @@ def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algo
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size", "dtype"),
     [
-        (1, 40, 30, 2, torch.float16), (5, 40, 300, 3, torch.bfloat16), (70, 130, 30, 4, torch.float32),
-        (261, 72, 24, 3, torch.bfloat16),
+        (1, 40, 60, 2, torch.float16), (5, 40, 900, 3, torch.bfloat16), (70, 130, 120, 4, torch.float32),
+        (261, 72, 72, 3, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_the_switch_makes_the_sums(pool: RankPool, M: int, N: int, K: int, world_size: int, dtype: torch.dtype) -> None:
-    said = pool.run(summed, M, N, K, dtype, "two_shot", "fused", world_size=world_size)
-    assert said == ["in the switch"] * world_size
+    case = Case("all_reduce", dtype, (M,), widths=(N,), features=K, residual=True, algorithm="two_shot")
+    assert pool.run(summed, case, "fused", world_size=world_size) == ["in the switch"] * world_size
 
 
-def test_where_it_does_not(pool: RankPool) -> None:
-    given = 5, 40, 30, torch.float32
-    assert pool.run(summed, *given, "one_shot", "fused", world_size=2) == ["in the order of ranks: one shot"] * 2
-    for schedule, how in (
-        ("decomposed", "in the order of ranks: not by fused"),
-        ("unfused", "as the process group adds"),
-    ):
-        assert pool.run(summed, *given, "auto", schedule, world_size=2) == [how] * 2
-    assert pool.run(summed, *given, "auto", "auto", world_size=1) == ["of one rank"]
+@pytest.mark.parametrize(
+    ("schedule", "algorithm", "world_size", "how"),
+    [
+        ("fused", "one_shot", 2, "in the order of ranks: one shot"),
+        ("decomposed", "auto", 2, "in the order of ranks: not by fused"),
+        ("unfused", "auto", 2, "as the process group adds"), ("auto", "auto", 1, "of one rank"),
+    ],
+)  # fmt: skip
+def test_where_it_does_not(pool: RankPool, schedule: str, algorithm: str, world_size: int, how: str) -> None:
+    case = Case("all_reduce", torch.float32, (5,), widths=(40,), residual=True, algorithm=algorithm)
+    assert pool.run(summed, case, schedule, world_size=world_size) == [how] * world_size
 
 
 def other_calls(group: ProcessGroup) -> None:
@@ -164,33 +148,29 @@ def test_memory_that_grows_keeps_its_address_of_all_ranks() -> None:
         ws.close()
 
 
-def gathered(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, dim: int) -> str:
+def gathered(group: ProcessGroup, M: int, N: int, K: int, dim: int) -> str:
     """A gather that stores each row once, to all ranks, and its gradients: the bits of pushing."""
-    shards = [whole((M + r, K) if dim == 0 else (M, K + r), dtype, r) for r in range(group.size())]
-    sizes = [each.shape[dim] for each in shards]
-    weight, made = whole((N, K if dim == 0 else sum(sizes)), dtype, 9), []
+    shape = (M, K) if dim == 0 else (M, K * group.size())
+    case = Case("gather", torch.bfloat16, shape[:1], dim, "lopsided", widths=(N,), features=shape[1])
+    operands, made = Operands(case, group), []
     for producer in ("push", "multicast"):
-        x, w = shards[group.rank()].clone().requires_grad_(), weight.clone().requires_grad_()
-        y = fusedtp.all_gather_linear(
-            x, w, group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer=producer
-        )
+        leaves = operands.leaves()
+        (y,) = operands.call("fused", leaves, producer=producer)
         path = last_path()
         y.backward(torch.ones_like(y))
-        assert x.grad is not None
-        assert w.grad is not None
-        made.append((y.detach(), x.grad, w.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-    whole_x = fusedtp.all_gather(
-        shards[group.rank()], group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer="multicast"
-    )
-    assert torch.equal(whole_x, torch.cat(shards, dim))
+        made.append((y.detach(), *(each.grad for each in leaves.values())))
+    assert all(map(torch.equal, *made))
+    x, how = operands.given["x"], {"gather_dim": dim, "sizes": operands.sizes, "group": group, "schedule": "fused"}
+    one, other = (fusedtp.all_gather(x, **how, producer=producer) for producer in ("push", "multicast"))  # type: ignore
+    assert torch.equal(one, other)
+    assert torch.equal(one.split(operands.sizes, dim)[group.rank()], x)
     return path.producer
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size", "dim"),
-    [(3, 40, 30, 2, 0), (3, 40, 30, 2, 1), (70, 36, 24, 3, 1), (1, 8, 300, 4, 0)],
+    [(7, 40, 30, 2, 0), (3, 40, 30, 2, 1), (70, 36, 24, 3, 1), (5, 8, 300, 4, 0)],
 )
 def test_each_row_is_stored_once(pool: RankPool, M: int, N: int, K: int, world_size: int, dim: int) -> None:
-    said = pool.run(gathered, M, N, K, torch.bfloat16, dim, world_size=world_size)
+    said = pool.run(gathered, M, N, K, dim, world_size=world_size)
     assert said == ["multicast"] * world_size
