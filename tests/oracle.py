@@ -24,6 +24,8 @@ from fusedtp import reference
 from fusedtp.op import GATED
 from fusedtp.shards import even_sizes
 
+from .harness import last_path
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }  # fmt: skip
@@ -298,6 +300,7 @@ class Operands:
         leaves = self.leaves()
         outs = self.call(schedule, leaves, **more)
         assert len(outs) == len(self.expected) + bool(self.norm)
+        self._check_path()
         for i, (out, (value, off)) in enumerate(zip(outs, self.expected, strict=False)):
             assert out.dtype == self.case.dtype
             reference.check(out, value, off, f"{name}: y{i}")
@@ -323,6 +326,14 @@ class Operands:
             else:
                 assert leaf.grad is not None, f"{name}: no d{key}"
                 reference.check(leaf.grad, *self.grads[key], f"{name}: d{key}")
+
+    def _check_path(self) -> None:
+        # Where an activation and a residual are computed, and that a norm comes after them.
+        case, path = self.case, last_path()
+        schedule = path.schedule if self.group.size() > 1 else "unfused"
+        where = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}[schedule]
+        added = [f"{case.activation or 'residual'} {where}"] if case.activation or case.residual else []
+        assert path.epilogue == ", ".join(added + [f"{case.norm} after it"] * bool(case.norm))
 
     def _check_norm(self, leaves: dict[str, Tensor], outs: Sequence[Tensor], name: str) -> None:
         # y is as without the norm, to the bit; gradients are those of one process, in float64.

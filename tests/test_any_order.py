@@ -1,15 +1,15 @@
-"""What goes through the switch: sums of an all-reduce with order="any", and rows that are stored once. Interpreted, all
-ranks' arenas are visited one by one.
+"""A matmul and all-reduce of few rows: one kernel, whose programs may begin in any order. What goes through the switch:
+sums of an all-reduce with order="any", and rows that are stored once; interpreted, all ranks' arenas are visited.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -64,37 +64,36 @@ def test_where_it_does_not(pool: RankPool, schedule: str, algorithm: str, world_
 
 def other_calls(group: ProcessGroup) -> None:
     """What an order may be given to, and what is said of it."""
-    rank, n = group.rank(), group.size()
-    x, w = whole((6, 8), torch.float32, rank), whole((4, 8), torch.float32, 10 + rank)
-
-    for schedule in ("fused", "decomposed", "unfused"):
+    n, options = group.size(), {"group": group, "schedule": "fused"}
+    parts = [whole((6, 8), torch.float32, rank) for rank in range(n)]
+    x, w = parts[group.rank()], whole((4, 8), torch.float32, 10 + group.rank())
+    allowed = reference.total_bound(parts, x.dtype, sum_dtype=x.dtype)
+    for schedule in ("decomposed", "unfused", "fused"):
         own, usual = (
             fusedtp.linear_reduce_scatter(x, w, group=group, schedule=schedule, order=order)
             for order in ("any", "rank")
         )
         assert torch.equal(own, usual)
         both = fusedtp.all_reduce(x, group=group, schedule=schedule, order="any")
-        reference.check(both, reference.total(_everyones(x, group)), _of_sums(x, group), f"all_reduce {schedule}")
-    fusedtp.linear_reduce_scatter(x, w, group=group, schedule="fused", order="any")
+        reference.check(both, reference.total(parts), allowed, f"all_reduce {schedule}")
+    fusedtp.linear_reduce_scatter(x, w, **options, order="any")
     assert last_path().sums == "in the order of ranks: a scatter sends no less through the switch"
-    fusedtp.all_reduce(x, group=group, schedule="fused", algorithm="ring", order="any")
+    fusedtp.all_reduce(x, **options, algorithm="ring", order="any")
     assert last_path().sums == "along the ring"
     # The sum of the gradients of several weights is an op of its own.
-    layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused", order="any")
-    usual_layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused")
-    usual_layer.load_state_dict(layer.state_dict())
-    found = []
-    for each in (layer, usual_layer):
-        leaf = x.detach().clone().requires_grad_()
-        y = each(leaf)
+    found, state = [], None
+    for order in ("any", "rank"):
+        layer = fusedtp.ParallelMLP(8, 4 * n, **options, order=order)
+        state = layer.state_dict() if state is None else state
+        layer.load_state_dict(state)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
         y.square().sum().backward()
-        assert leaf.grad is not None
-        found.append([y.detach(), leaf.grad, *(p.grad for p in each.parameters())])
+        found.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    scaled = fusedtp.linear_all_reduce(
-        fusedtp.scaled(x), fusedtp.scaled(w), group=group, schedule="fused", algorithm="two_shot", order="any"
-    )
+    summed = partial(fusedtp.linear_all_reduce, **options, algorithm="two_shot")
+    scaled = summed(fusedtp.scaled(x), fusedtp.scaled(w), order="any")
     assert last_path().sums == "in the switch"
     assert scaled.dtype == torch.bfloat16
     normed, y = fusedtp.linear_reduce_scatter(x, w, group=group, order="any", norm_weight=torch.ones(4))
@@ -102,25 +101,14 @@ def other_calls(group: ProcessGroup) -> None:
     # A memory without it: the usual order, said so.
     with mock.patch.object(Workspace, "has_multicast", False):
         fusedtp.destroy(group)
-        own = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot", order="any")
+        own = summed(x, w, order="any")
         assert last_path().sums == "in the order of ranks: no multicast here"
-        usual = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot")
-        assert torch.equal(own, usual)
-        fusedtp.all_gather(x, group=group, schedule="fused", producer="multicast")
+        assert torch.equal(own, summed(x, w))
+        fusedtp.all_gather(x, **options, producer="multicast")
         path = last_path()
         assert path.producer == "push"
         assert path.reason == "asked for; not multicast: the memory has no address of all ranks"
         fusedtp.destroy(group)
-
-
-def _everyones(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, x, group=group)
-    return parts
-
-
-def _of_sums(x: Tensor, group: ProcessGroup) -> Tensor:
-    return reference.total_bound(_everyones(x, group), x.dtype, sum_dtype=x.dtype)
 
 
 def test_what_takes_an_order_and_what_is_said(pool: RankPool) -> None:
@@ -174,3 +162,59 @@ def gathered(group: ProcessGroup, M: int, N: int, K: int, dim: int) -> str:
 def test_each_row_is_stored_once(pool: RankPool, M: int, N: int, K: int, world_size: int, dim: int) -> None:
     said = pool.run(gathered, M, N, K, dim, world_size=world_size)
     assert said == ["multicast"] * world_size
+
+
+def launched(group: ProcessGroup, case: Case) -> list[str]:
+    """The kernels of one op on this rank, whose result is right."""
+    from fusedtp.kernels import loading
+
+    operands, names = Operands(case, group), []
+
+    def start(kernel: Any, grid: tuple[int, ...]) -> Any:
+        names.append(kernel.__name__)
+        return kernel[grid]
+
+    with mock.patch.object(loading, "_starter", start):
+        operands.call("fused", operands.given)
+    operands.check("fused", str(case))
+    return names
+
+
+# The contraction in one part and in more; tiles of one rank, and of all; a rank without any.
+@pytest.mark.parametrize(
+    ("M", "N", "K", "world_size"),
+    [(1, 40, 60, 2), (1, 40, 512, 2), (5, 40, 1800, 3), (70, 130, 120, 4), (3, 130, 1280, 4), (256, 30, 20, 2)],
+)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_one_launch(pool: RankPool, algorithm: str, M: int, N: int, K: int, world_size: int) -> None:
+    dtype = torch.bfloat16 if algorithm == "one_shot" else torch.float32
+    case = Case("all_reduce", dtype, (M,), widths=(N,), features=K, residual=True, algorithm=algorithm)
+    for names in pool.run(launched, case, world_size=world_size):
+        assert names == ["_matmul_all_reduce_kernel"]
+
+
+def test_more_rows_are_more_launches(pool: RankPool) -> None:
+    case = Case("all_reduce", torch.float32, (257,), widths=(20,), features=20, algorithm="two_shot")
+    for names in pool.run(launched, case, world_size=2):
+        assert names == ["_matmul_scatter_kernel", "_reduce_kernel", "_collect_kernel"]
+
+
+def test_roles_and_parts() -> None:
+    # Not at the top: it decides how kernels run.
+    from fusedtp.kernels.matmul_all_reduce import LEAST_BLOCKS, roles_of, splits_of
+
+    for tiles in (1, 2, 7, 64, 66, 67, 132, 500):
+        for blocks in range(1, 70):
+            splits = splits_of(tiles, blocks, 132)
+            length = -(-blocks // splits)
+            assert splits == 1 or splits * tiles <= 132
+            assert splits == 1 or length >= LEAST_BLOCKS
+            # None of the parts is empty.
+            assert (splits - 1) * length < blocks
+    assert splits_of(64, 56, 132) == 2
+    assert splits_of(8, 56, 132) == 8
+    assert splits_of(67, 56, 132) == 1
+    # The first program enters the epoch, though there is nothing to multiply.
+    assert roles_of(0, 0, 0, 132) == (1, 0, 0)
+    assert roles_of(128, 8, 56, 132) == (128, 8, 56)
+    assert roles_of(900, 500, 400, 132) == (132, 132, 132)
