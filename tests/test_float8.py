@@ -66,32 +66,44 @@ def of_features(recipe: str, size: int, how: str) -> tuple[int, tuple[int, ...]]
     return IN_BLOCKS, tuple(sizes)
 
 
+def right(y: Tensor, x: Tensor, w: Tensor, name: str, bias: Tensor | None = None) -> None:
+    """Check y = x [.., K] @ w [K, N] + bias."""
+    rows = x.flatten(0, -2)
+    expected = rows @ w if bias is None else rows @ w + bias.double()
+    assert y.shape == (*x.shape[:-1], w.shape[1])
+    reference.check(y.flatten(0, -2), expected, allowed(rows, w, y.dtype, bias=bias), name)
+
+
 def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """x gathered by rows and by features; one weight and several, with an activation too."""
-    rank, M = group.rank(), 21
-    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, out_dtype=out)
+    """x gathered by rows and by features; one weight and several, with an activation too. A fully sharded weight, whose
+    rows travel with their scales.
+    """
+    rank, M, bias = group.rank(), 21, whole((N,), out, 3)
+    given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
+    call = partial(fusedtp.all_gather_linear, **given)
     rows, (K, features) = cut(M, group.size(), how), of_features(recipe, group.size(), how)
     weights = [make((n, K), 50 + n + rank, recipe, dtypes[1]) for n in (N, 5)]
-    bias = whole((N,), out, 3)
-    for dim, sizes, shape in ((0, rows, (M, K)), (-1, features, (M, K))):
+    ws = [values(w).t() for w in weights]
+    for dim, sizes in ((0, rows), (-1, features)):
         parts = [make((size, K) if dim == 0 else (M, size), 7 + r, recipe, dtypes[0]) for r, size in enumerate(sizes)]
         x = torch.cat([values(part) for part in parts], dim)
-        assert x.shape == shape
-        ws = [values(w).t() for w in weights]
         y = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes)
         assert y.dtype == out
         assert not y.requires_grad
         both: Any = call(parts[rank], weights, [bias, None], gather_dim=dim, sizes=sizes)  # type: ignore[call-overload]
-        for each in (y, both[0]):
-            reference.check(each, x @ ws[0] + bias.double(), allowed(x, ws[0], out, bias=bias), f"gather {dim}")
-        reference.check(both[1], x @ ws[1], allowed(x, ws[1], out), f"second of two {dim}")
+        right(y, x, ws[0], f"gather {dim}", bias)
+        right(both[0], x, ws[0], f"first of two {dim}", bias)
+        right(both[1], x, ws[1], f"second of two {dim}")
         relu: Any = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes, activation="relu")
         assert torch.equal(relu, F.relu(y))
     # A batch of sequences, split along the middle.
     parts = [make((3, size, K), 7 + r, recipe, dtypes[0]) for r, size in enumerate(rows)]
-    x, w = torch.cat([values(part) for part in parts], 1), values(weights[0]).t()
-    y = call(parts[rank], weights[0], gather_dim=1, sizes=rows)
-    reference.check(y, x @ w, allowed(x.flatten(0, 1), w, out).view(3, M, N), "batch")
+    x = torch.cat([values(part) for part in parts], 1)
+    right(call(parts[rank], weights[0], gather_dim=1, sizes=rows), x, ws[0], "batch")
+    sizes = cut(N, group.size(), how)
+    shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
+    mine, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
+    right(fusedtp.fsdp_linear(mine, shards[rank], bias, sizes=sizes, **given), values(mine), w, "fsdp", bias)
 
 
 def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
@@ -113,17 +125,6 @@ def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.d
     for algorithm in ("auto",) if schedule == "unfused" else ("one_shot", "two_shot"):
         y = fusedtp.linear_all_reduce(xs[rank], ws[rank], bias, residual=residual, algorithm=algorithm, **given)
         reference.check(y, total + residual.double(), off, algorithm)
-
-
-def sharded(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """A fully sharded weight, whose rows travel with their scales."""
-    rank, sizes, bias = group.rank(), cut(N, group.size(), how), whole((N,), out, 3)
-    K, _ = of_features(recipe, group.size(), how)
-    shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
-    x, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
-    y = fusedtp.fsdp_linear(x, shards[rank], bias, group=group, sizes=sizes, schedule=schedule, out_dtype=out)
-    rows = values(x).flatten(0, 1)
-    reference.check(y.flatten(0, 1), rows @ w + bias.double(), allowed(rows, w, out, bias=bias), "fsdp")
 
 
 def within_bounds(group: ProcessGroup, check: Callable[..., None], *args: Any) -> None:
@@ -153,7 +154,7 @@ FNUZ = ((FNUZ_E4M3, FNUZ_E4M3), (FNUZ_E5M2, FNUZ_E4M3), (FNUZ_E4M3, FNUZ_E5M2))
 def test_functions_are_right(
     pool: RankPool, schedule: str, world_size: int, recipe: str, how: str, out: torch.dtype, dtypes: Any
 ) -> None:
-    for check in (gathers, sums, sharded):
+    for check in (gathers, sums):
         pool.run(within_bounds, check, schedule, recipe, how, out, dtypes, world_size=world_size)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,10 +19,10 @@ import fusedtp
 from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
-from fusedtp.scaled import RECIPES, Cast, Casts, Quantized, casts_of
+from fusedtp.scaled import RECIPES, Casts, Quantized, casts_of
 
 from .harness import LARGE, on_gfx942, spread
-from .oracle import cut, whole
+from .oracle import Case, Operands, whole
 from .test_counting import counting
 
 SCHEDULES = ("unfused", "decomposed", "fused")
@@ -53,44 +53,16 @@ def all_of(inputs: dict[str, Tensor], call: Callable[..., Any], dy: Callable[[in
     return found
 
 
-def cases(group: ProcessGroup, how: str, make: Callable[..., Tensor]) -> dict[str, tuple[dict[str, Tensor], Any]]:
-    """Inputs of this rank and what is called with them, for every function."""
-    rank, size = group.rank(), group.size()
-    M, N, K = 16, 24, 32
-    rows, outs, ins = (cut(n, size, how) for n in (M, N, K))
-    x_m, x_k = make((rows[rank], K), 1 + rank), make((M, ins[rank]), 11 + rank)
-    w, w2, w_k, bias = make((N, K), 21 + rank), make((8, K), 31 + rank), make((N, ins[rank]), 41 + rank), make((N,), 3)
-    given = {"group": group}
-    gather = partial(fusedtp.all_gather_linear, sizes=rows, **given)
-    return {
-        "gather": ({"x": x_m, "w": w, "b": bias}, lambda x, w, b, **o: gather(x, w, b, **o)),
-        "several": (
-            {"x": x_m, "w": w, "v": w2}, lambda x, w, v, **o: gather(x, (w, v), **o),  # type: ignore[call-overload]
-        ),
-        "features": (
-            {"x": x_k, "w": w, "b": bias},
-            lambda x, w, b, **o: fusedtp.all_gather_linear(x, w, b, gather_dim=-1, sizes=ins, **given, **o),
-        ),
-        "batch": (
-            {"x": make((2, rows[rank], K), 51 + rank), "w": w},
-            lambda x, w, **o: fusedtp.all_gather_linear(x, w, gather_dim=1, sizes=rows, **given, **o),
-        ),
-        "scatter": (
-            {"x": x_k, "w": w_k, "b": bias},
-            lambda x, w, b, **o: fusedtp.linear_reduce_scatter(x, w, b, sizes=rows, **given, **o),
-        ),
-        "scatter columns": (
-            {"x": x_k, "w": w_k},
-            lambda x, w, **o: fusedtp.linear_reduce_scatter(x, w, scatter_dim=-1, sizes=outs, **given, **o),
-        ),
-        "all-reduce": (
-            {"x": x_k, "w": w_k, "b": bias}, lambda x, w, b, **o: fusedtp.linear_all_reduce(x, w, b, **given, **o),
-        ),
-        "fsdp": (
-            {"x": make((12, K), 61 + rank), "w": make((outs[rank], K), 71 + rank)},
-            lambda x, w, **o: fusedtp.fsdp_linear(x, w, sizes=outs, **given, **o),
-        ),
-    }  # fmt: skip
+def cases(how: str, dtype: torch.dtype) -> list[Case]:
+    """Every function."""
+    given: dict[str, Any] = {"how": how, "k_how": how, "widths": (24,), "features": 32}
+    return [
+        Case("gather", dtype, (16,), **given), Case("gather", dtype, (16,), dim=-1, **given),
+        Case("gather", dtype, (2, 16), dim=1, **given | {"biased": (False,)}),
+        Case("gather", dtype, (16,), **given | {"widths": (24, 8), "biased": (False,) * 2}),
+        Case("scatter", dtype, (16,), **given), Case("scatter", dtype, (16,), dim=-1, **given | {"biased": (False,)}),
+        Case("all_reduce", dtype, (16,), **given), Case("fsdp", dtype, (12,), **given | {"biased": (False,)}),
+    ]  # fmt: skip
 
 
 def recipes_of(i: int, schedule: str) -> Sequence[str]:
@@ -119,11 +91,6 @@ def rounding(casts: Casts, made: str) -> float:
     return squares**0.5
 
 
-def has_whole(*casts: Mapping[str, Cast]) -> set[str]:
-    """The operands that have one scale in any of these."""
-    return {operand for each in casts for operand, cast in each.items() if cast.whole}
-
-
 def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype: torch.dtype | None) -> None:
     """Results and gradients beside those without float8. `dtype` None: where no cast rounds, to the bit, whatever
     travels and is scaled on the way. Random values are as far off as two rounded operands make them, and no less.
@@ -132,28 +99,34 @@ def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype
     def drawn(shape: Sequence[int], seed: int, steps: int = 7) -> Tensor:
         return exact(shape, seed, steps) if dtype is None else whole(shape, dtype, seed)
 
-    for at, (name, (inputs, call)) in enumerate(cases(group, how, partial(drawn, steps=15 if amd else 7)).items()):
-        # Of what is the same on all ranks the gradient is too.
-        seed = 91 if name == "all-reduce" else 91 + group.rank()
-        call = partial(call, schedule=schedule)
+    for at, case in enumerate(cases(how, dtype or torch.float32)):
+        operands, inputs = Operands(case, group), {}
+        for i, (name, each) in enumerate(operands.given.items()):
+            # A bias and what is of an all-reduce's results are the same on all ranks.
+            inputs[name] = drawn(each.shape, 10 * i + group.rank() * (name[0] != "b"), 15 if amd else 7)
+        seed = 91 + group.rank() * (case.kind != "all_reduce")
         dy = lambda i, out, seed=seed: drawn(out.shape, seed + i)  # noqa: E731
-        plain = all_of(inputs, call, dy)
+
+        def call(recipe: str | None, operands: Operands = operands, **leaves: Tensor) -> tuple[Tensor, ...]:
+            return tuple(operands.call(schedule, leaves, float8=recipe))
+
+        plain = all_of(inputs, partial(call, None), dy)
         # Of random values kernels have the recipe that they do not have of exact ones.
         for recipe in recipes_of(at + 2 * (dtype is not None), schedule):
             with on_gfx942() if amd else contextlib.nullcontext():
-                made = all_of(inputs, partial(call, float8=recipe), dy)
+                made = all_of(inputs, partial(call, recipe), dy)
             for key, value in made.items():
+                name = f"{case}, {recipe}: {key}"
                 if dtype is None:
-                    assert torch.equal(value, plain[key]), f"{name}, {recipe}: {key}"
+                    assert torch.equal(value, plain[key]), name
                 elif value.numel():
-                    check_rounding(value, plain[key], key, casts_of(recipe, float8.OCP), f"{name}, {recipe}: {key}")
+                    check_rounding(value, plain[key], key.rstrip("0123456789"), casts_of(recipe, float8.OCP), name)
 
 
 def check_rounding(value: Tensor, ref: Tensor, key: str, casts: Casts, name: str) -> None:
     """Check that a value is as far off as the casts of its operands make it."""
     assert value.dtype == ref.dtype
-    of = {"dx": "dx", "dw": "dw", "dv": "dw"}.get(key, key[0])
-    most, found = rounding(casts, of) if of in casts else 0.0, off(value, ref)
+    most, found = rounding(casts, key) if key in casts else 0.0, off(value, ref)
     # Where a shard has few columns it is not the mean of many.
     assert found <= 1.5 * most + 4 * torch.finfo(ref.dtype).eps, f"{name} is off by {found:.4f}, not {most:.4f}"
     assert found > most / 8 or not most, f"{name} is not made in float8"
@@ -213,34 +186,37 @@ def test_shardings(pool: RankPool, schedule: str) -> None:
     pool.run(sharded, schedule, timeout=400)
 
 
-def travels_once(group: ProcessGroup, recipe: str) -> None:
+def travels_once(group: ProcessGroup, recipe: Any) -> None:
     """Of a row-parallel layer dy is gathered once for both gradients, of a column-parallel one x once beside dx. Where
     a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
     """
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
     casts = casts_of(recipe, float8.OCP)
-    forwards, backwards = has_whole(casts["y"]), has_whole(casts["dx"], casts["dw"])
     # Where one gradient alone casts its operands, dy travels as it is.
     together = bool(casts["dx"]) == bool(casts["dw"])
-    numbers, agreed = ([("all_gather", (1, len(each)))] if each else [] for each in (forwards, backwards))
-    rows, dy_rows = 8 // group.size(), (8 // group.size(), 12)
+    rows, dy_rows, options = 8 // group.size(), (8 // group.size(), 12), {"group": group, "float8": recipe}
+
+    def numbers(*made: str) -> list[tuple[str, tuple[int, ...]]]:
+        wholes = {operand for each in made for operand, cast in casts[each].items() if cast.whole}
+        return [("all_gather", (1, len(wholes)))] if wholes else []
+
     with counting() as forward:
-        y = fusedtp.linear_reduce_scatter(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
-    assert forward.calls == [*numbers, ("matmul_reduce_scatter", (8, 16))]
+        y = fusedtp.linear_reduce_scatter(x, w, **options)
+    assert forward.calls == [*numbers("y"), ("matmul_reduce_scatter", (8, 16))]
     with counting() as backward:
         y.sum().backward()
-    if not together:
-        assert [each for each in backward.calls if each[1] == tuple(sorted(dy_rows))] == [("all_gather", dy_rows)]
+    if together:
+        assert backward.calls == [*numbers("dx", "dw"), ("all_gather_matmul twice", dy_rows)]
     else:
-        assert backward.calls == [*agreed, ("all_gather_matmul twice", tuple(sorted(dy_rows)))]
+        assert [each for each in backward.calls if each[1] == dy_rows] == [("all_gather", dy_rows)]
     x = torch.randn(rows, 16, requires_grad=True)
-    y = fusedtp.all_gather_linear(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
+    y = fusedtp.all_gather_linear(x, w, **options)
     with counting() as backward:
         y.sum().backward()
-    assert len([each for each in backward.calls if each == ("all_gather_matmul", (rows, 16))]) == 1
+    assert backward.calls.count(("all_gather_matmul", (rows, 16))) == 1
     # One for both gradients, or one each.
-    alike = [backwards] if together else [has_whole(casts["dx"]), has_whole(casts["dw"])]
-    assert len(backward.calls) == 2 + sum(bool(each) for each in alike)
+    agreed = [numbers("dx", "dw")] if together else [numbers("dx"), numbers("dw")]
+    assert len(backward.calls) == 2 + sum(map(len, agreed))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
