@@ -78,6 +78,8 @@ PINNED = {
     # A wrong digit of a formula is below 16 bits.
     **{f"{name} in float32": Case("gather", FP32, widths=(5,) * (1 + (name in GATED)),
                                   biased=(True,) * (1 + (name in GATED)), activation=name) for name in ACTIVATIONS},
+    # Of dw alone x is kept.
+    "frozen x": Case("gather", FP32, (8,), frozen=("x",)),
     # dx is the sum over all weights, of which one has no gradient and one no use.
     "frozen and unused": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True), frozen=("w0",),
                               unused=(1,)),
