@@ -42,9 +42,11 @@ def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **opti
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
-    """The results of a task; options: those of `task_of`."""
-    given = named(op, *operands, norm=options.get("norm", ""))
-    return Ready(task_of(op, *operands, **options), schedule, group, given["a"].device).run(given)
+    """The results of a task, of the shapes that it tells; options: those of `task_of`."""
+    given, task = named(op, *operands, norm=options.get("norm", "")), task_of(op, *operands, **options)
+    outs = Ready(task, schedule, group, given["a"].device).run(given)
+    assert [tuple(out.shape) for out in outs] == [tuple(shape) for shape in task.results(group.rank())]
+    return outs
 
 
 def one(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> Tensor:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -22,6 +23,8 @@ import fusedtp
 from fusedtp import reference
 from fusedtp.op import GATED
 from fusedtp.shards import even_sizes
+
+from .harness import last_path
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -147,6 +150,7 @@ class Case:
 
     - `shape`: leading dims of the whole x. `dim`: the one that is gathered or scattered; -1 is the features.
     - `how`: the cut of `dim`, or of the features of fsdp_linear's weight; `k_how`: of a contraction.
+    - `features`: the length of the contraction.
     - `widths`, `biased`: of each weight. `frozen`: operands without a gradient. `unused`: results without one.
     """
 
@@ -161,6 +165,7 @@ class Case:
     activation: str = ""
     residual: bool = False
     norm: str = ""
+    features: int = K
     algorithm: str = "auto"
     frozen: tuple[str, ...] = ()
     unused: tuple[int, ...] = ()
@@ -173,7 +178,7 @@ class Operands:
         self.case, self.group, self.norm = case, group, {}
         self.rank, ranks, dtype = group.rank(), range(group.size()), case.dtype
         if case.kind == "gather":
-            self.sizes = cut((*case.shape, K)[case.dim], len(ranks), case.how)
+            self.sizes = cut((*case.shape, case.features)[case.dim], len(ranks), case.how)
         elif case.kind == "fsdp":
             self.sizes = cut(case.widths[0], len(ranks), case.how)
         else:
@@ -195,12 +200,10 @@ class Operands:
         case, rank = self.case, self.rank
         dtype, outs = case.dtype, case.widths[: 1 if case.activation in GATED else None]
         gathers = case.kind == "gather"
-        xs = [whole((*case.shape, K), dtype, 0 if gathers else 10 + r) for r in ranks]
+        xs = [whole((*case.shape, case.features), dtype, 0 if gathers else 10 + r) for r in ranks]
         # Products near 1, where an activation is curved.
-        ws = [
-            [whole((n, K), dtype, (100 * r if gathers else 0) + 50 + i) / 4 for i, n in enumerate(case.widths)]
-            for r in ranks
-        ]
+        seeds = [50 + 100 * r * gathers for r in ranks]
+        ws = [[whole((n, case.features), dtype, seed + i) / 4 for i, n in enumerate(case.widths)] for seed in seeds]
         dys = [[whole((*case.shape, n), dtype, 1000 + 100 * r + i) for i, n in enumerate(outs)] for r in ranks]
         for each in dys:
             for i in case.unused:
@@ -233,8 +236,8 @@ class Operands:
     def _of_sums(self, biases: Sequence[Tensor | None], ranks: range) -> None:
         # Each rank has a part of the contraction.
         case, (n,) = self.case, self.case.widths
-        features = cut(K, len(ranks), case.k_how)
-        x, w = whole((*case.shape, K), case.dtype, 10), whole((n, K), case.dtype, 20)
+        features = cut(case.features, len(ranks), case.k_how)
+        x, w = whole((*case.shape, case.features), case.dtype, 10), whole((n, case.features), case.dtype, 20)
         rows, shape = x.flatten(0, -2), (*case.shape, n)
         residual, dy = whole(shape, case.dtype, 2), whole(shape, case.dtype, 3)
         allowed = reference.bound(rows, w.t(), case.dtype, k_sizes=features, bias=biases[0], sum_dtype=case.dtype)
@@ -258,9 +261,16 @@ class Operands:
         """Return this rank's part of a tensor that is split along `dim`."""
         return x if self.case.kind == "all_reduce" else x.split(self.sizes, self.case.dim)[self.rank]
 
-    def leaves(self) -> dict[str, Tensor]:
-        """Return the operands to call with, by name."""
-        return {name: each.clone().requires_grad_(name not in self.case.frozen) for name, each in self.given.items()}
+    def leaves(self, *, dense: bool = False) -> dict[str, Tensor]:
+        """Return the operands to call with, by name. Unless they are `dense`, x and weights have NaN between their
+        rows, and the second weight is transposed.
+        """
+        found = {name: each.clone() for name, each in self.given.items()}
+        for name, each in self.given.items():
+            if name[0] in "xw" and not dense:
+                wide = each.new_full((*each.shape[:-1], each.shape[-1] + 3), torch.nan)
+                found[name] = wide[..., 1:-2].copy_(each) if name != "w1" else each.t().contiguous().t()
+        return {name: each.requires_grad_(name not in self.case.frozen) for name, each in found.items()}
 
     def call(self, schedule: str, given: dict[str, Tensor], **more: Any) -> list[Tensor]:
         """Run the call and return its results: with a norm y, then the normed y."""
@@ -283,17 +293,24 @@ class Operands:
             out = fusedtp.linear_all_reduce(x, *pair, algorithm=case.algorithm, **options)
         return [out] if isinstance(out, Tensor) else [out[1], out[0]]
 
-    def check(self, schedule: str, name: str) -> None:
-        """Check results and every gradient, and that results have the same bits where no gradient is made."""
+    def check(self, schedule: str, name: str, **more: Any) -> None:
+        """Check results and every gradient, and that results have the same bits where no gradient is made, and on every
+        rank that has all of them. `more`: further arguments of the call.
+        """
         leaves = self.leaves()
-        outs = self.call(schedule, leaves)
+        outs = self.call(schedule, leaves, **more)
         assert len(outs) == len(self.expected) + bool(self.norm)
+        self._check_path()
         for i, (out, (value, off)) in enumerate(zip(outs, self.expected, strict=False)):
             assert out.dtype == self.case.dtype
             reference.check(out, value, off, f"{name}: y{i}")
         with torch.no_grad():
-            again = self.call(schedule, leaves)
+            again = self.call(schedule, leaves, **more)
             assert all(map(torch.equal, outs, again)), f"{name}: other bits without a gradient"
+        if self.case.kind == "all_reduce":
+            everyones = [torch.empty_like(outs[0]) for _ in range(self.group.size())]
+            dist.all_gather(everyones, outs[0].detach(), group=self.group)
+            assert all(torch.equal(each, outs[0]) for each in everyones), f"{name}: other bits on another rank"
         if self.norm:
             self._check_norm(leaves, outs, name)
             return
@@ -309,6 +326,14 @@ class Operands:
             else:
                 assert leaf.grad is not None, f"{name}: no d{key}"
                 reference.check(leaf.grad, *self.grads[key], f"{name}: d{key}")
+
+    def _check_path(self) -> None:
+        # Where an activation and a residual are computed, and that a norm comes after them.
+        case, path = self.case, last_path()
+        schedule = path.schedule if self.group.size() > 1 else "unfused"
+        where = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}[schedule]
+        added = [f"{case.activation or 'residual'} {where}"] if case.activation or case.residual else []
+        assert path.epilogue == ", ".join(added + [f"{case.norm} after it"] * bool(case.norm))
 
     def _check_norm(self, leaves: dict[str, Tensor], outs: Sequence[Tensor], name: str) -> None:
         # y is as without the norm, to the bit; gradients are those of one process, in float64.

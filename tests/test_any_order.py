@@ -1,15 +1,15 @@
-"""What goes through the switch: sums of an all-reduce with order="any", and rows that are stored once. Interpreted, all
-ranks' arenas are visited one by one.
+"""A matmul and all-reduce of few rows: one kernel, whose programs may begin in any order. What goes through the switch:
+sums of an all-reduce with order="any", and rows that are stored once; interpreted, all ranks' arenas are visited.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
@@ -19,38 +19,20 @@ from fusedtp.memory import Unreachable
 from fusedtp.workspaces.workspace import Workspace
 
 from .harness import last_path
-from .oracle import whole
+from .oracle import Case, Operands, whole
 from .virtual_ranks import LocalMemory, _Shared
 
 
-def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algorithm: str, schedule: str) -> str:
-    """A product's sum on every rank, with what a kernel adds to it, within its bound; how it was made."""
-    xs, ws = (
-        [whole((*size, K), dtype, 10 * i + r) for r in range(group.size())] for i, size in enumerate(((M,), (N,)))
-    )
-    bias, residual = whole((N,), dtype, 5), whole((M, N), dtype, 6)
-    made = [
-        fusedtp.linear_all_reduce(
-            xs[group.rank()], ws[group.rank()], bias, group=group, schedule=schedule, algorithm=algorithm,
-            residual=residual, order=order,
-        )
-        for order in ("any", "any", "rank")
-    ]  # fmt: skip
-    assert last_path().sums == ""
-    left, right = torch.cat(xs, -1), torch.cat(ws, -1).t()
-    expected = reference.matmul(left, right, bias) + residual.double()
+def summed(group: ProcessGroup, case: Case, schedule: str) -> str:
+    """A product's sum on every rank, with what a kernel adds to it, is right; how it was made."""
+    operands, eps = Operands(case, group), torch.finfo(case.dtype).eps
+    ((value, off),) = operands.expected
     # Where the switch adds, the sum is rounded before bias and residual are added.
-    allowed = reference.bound(left, right, dtype, group.size(), bias=bias, sum_dtype=dtype)
-    allowed = allowed + 3 * torch.finfo(dtype).eps * (expected.abs() + residual.double().abs())
-    y = made[0]
-    reference.check(y, expected, allowed, "y")
-    assert torch.equal(made[1], y)
-    first = [torch.empty_like(y) for _ in range(group.size())]
-    torch.distributed.all_gather(first, y, group=group)
-    assert all(torch.equal(each, y) for each in first)
-    fusedtp.linear_all_reduce(
-        xs[group.rank()], ws[group.rank()], group=group, schedule=schedule, algorithm=algorithm, order="any"
-    )
+    operands.expected = [(value, off + eps * (3 * value.abs() + operands.given["residual"].double().abs()))]
+    operands.check(schedule, str(case), order="any")
+    operands.call(schedule, operands.given, order="rank")
+    assert last_path().sums == ""
+    operands.call(schedule, operands.given, order="any")
     return last_path().sums
 
 
@@ -58,59 +40,60 @@ def summed(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, algo
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size", "dtype"),
     [
-        (1, 40, 30, 2, torch.float16), (5, 40, 300, 3, torch.bfloat16), (70, 130, 30, 4, torch.float32),
-        (261, 72, 24, 3, torch.bfloat16),
+        (1, 40, 60, 2, torch.float16), (5, 40, 900, 3, torch.bfloat16), (70, 130, 120, 4, torch.float32),
+        (261, 72, 72, 3, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_the_switch_makes_the_sums(pool: RankPool, M: int, N: int, K: int, world_size: int, dtype: torch.dtype) -> None:
-    said = pool.run(summed, M, N, K, dtype, "two_shot", "fused", world_size=world_size)
-    assert said == ["in the switch"] * world_size
+    case = Case("all_reduce", dtype, (M,), widths=(N,), features=K, residual=True, algorithm="two_shot")
+    assert pool.run(summed, case, "fused", world_size=world_size) == ["in the switch"] * world_size
 
 
-def test_where_it_does_not(pool: RankPool) -> None:
-    given = 5, 40, 30, torch.float32
-    assert pool.run(summed, *given, "one_shot", "fused", world_size=2) == ["in the order of ranks: one shot"] * 2
-    for schedule, how in (
-        ("decomposed", "in the order of ranks: not by fused"),
-        ("unfused", "as the process group adds"),
-    ):
-        assert pool.run(summed, *given, "auto", schedule, world_size=2) == [how] * 2
-    assert pool.run(summed, *given, "auto", "auto", world_size=1) == ["of one rank"]
+@pytest.mark.parametrize(
+    ("schedule", "algorithm", "world_size", "how"),
+    [
+        ("fused", "one_shot", 2, "in the order of ranks: one shot"),
+        ("decomposed", "auto", 2, "in the order of ranks: not by fused"),
+        ("unfused", "auto", 2, "as the process group adds"), ("auto", "auto", 1, "of one rank"),
+    ],
+)  # fmt: skip
+def test_where_it_does_not(pool: RankPool, schedule: str, algorithm: str, world_size: int, how: str) -> None:
+    case = Case("all_reduce", torch.float32, (5,), widths=(40,), residual=True, algorithm=algorithm)
+    assert pool.run(summed, case, schedule, world_size=world_size) == [how] * world_size
 
 
 def other_calls(group: ProcessGroup) -> None:
     """What an order may be given to, and what is said of it."""
-    rank, n = group.rank(), group.size()
-    x, w = whole((6, 8), torch.float32, rank), whole((4, 8), torch.float32, 10 + rank)
-
-    for schedule in ("fused", "decomposed", "unfused"):
+    n, options = group.size(), {"group": group, "schedule": "fused"}
+    parts = [whole((6, 8), torch.float32, rank) for rank in range(n)]
+    x, w = parts[group.rank()], whole((4, 8), torch.float32, 10 + group.rank())
+    allowed = reference.total_bound(parts, x.dtype, sum_dtype=x.dtype)
+    for schedule in ("decomposed", "unfused", "fused"):
         own, usual = (
             fusedtp.linear_reduce_scatter(x, w, group=group, schedule=schedule, order=order)
             for order in ("any", "rank")
         )
         assert torch.equal(own, usual)
         both = fusedtp.all_reduce(x, group=group, schedule=schedule, order="any")
-        reference.check(both, reference.total(_everyones(x, group)), _of_sums(x, group), f"all_reduce {schedule}")
-    fusedtp.linear_reduce_scatter(x, w, group=group, schedule="fused", order="any")
+        reference.check(both, reference.total(parts), allowed, f"all_reduce {schedule}")
+    fusedtp.linear_reduce_scatter(x, w, **options, order="any")
     assert last_path().sums == "in the order of ranks: a scatter sends no less through the switch"
-    fusedtp.all_reduce(x, group=group, schedule="fused", algorithm="ring", order="any")
+    fusedtp.all_reduce(x, **options, algorithm="ring", order="any")
     assert last_path().sums == "along the ring"
     # The sum of the gradients of several weights is an op of its own.
-    layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused", order="any")
-    usual_layer = fusedtp.ParallelMLP(8, 4 * n, group=group, schedule="fused")
-    usual_layer.load_state_dict(layer.state_dict())
-    found = []
-    for each in (layer, usual_layer):
-        leaf = x.detach().clone().requires_grad_()
-        y = each(leaf)
+    found, state = [], None
+    for order in ("any", "rank"):
+        layer = fusedtp.ParallelMLP(8, 4 * n, **options, order=order)
+        state = layer.state_dict() if state is None else state
+        layer.load_state_dict(state)
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)
         y.square().sum().backward()
-        assert leaf.grad is not None
-        found.append([y.detach(), leaf.grad, *(p.grad for p in each.parameters())])
+        found.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-    scaled = fusedtp.linear_all_reduce(
-        fusedtp.scaled(x), fusedtp.scaled(w), group=group, schedule="fused", algorithm="two_shot", order="any"
-    )
+    summed = partial(fusedtp.linear_all_reduce, **options, algorithm="two_shot")
+    scaled = summed(fusedtp.scaled(x), fusedtp.scaled(w), order="any")
     assert last_path().sums == "in the switch"
     assert scaled.dtype == torch.bfloat16
     normed, y = fusedtp.linear_reduce_scatter(x, w, group=group, order="any", norm_weight=torch.ones(4))
@@ -118,25 +101,14 @@ def other_calls(group: ProcessGroup) -> None:
     # A memory without it: the usual order, said so.
     with mock.patch.object(Workspace, "has_multicast", False):
         fusedtp.destroy(group)
-        own = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot", order="any")
+        own = summed(x, w, order="any")
         assert last_path().sums == "in the order of ranks: no multicast here"
-        usual = fusedtp.linear_all_reduce(x, w, group=group, schedule="fused", algorithm="two_shot")
-        assert torch.equal(own, usual)
-        fusedtp.all_gather(x, group=group, schedule="fused", producer="multicast")
+        assert torch.equal(own, summed(x, w))
+        fusedtp.all_gather(x, **options, producer="multicast")
         path = last_path()
         assert path.producer == "push"
         assert path.reason == "asked for; not multicast: the memory has no address of all ranks"
         fusedtp.destroy(group)
-
-
-def _everyones(x: Tensor, group: ProcessGroup) -> list[Tensor]:
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, x, group=group)
-    return parts
-
-
-def _of_sums(x: Tensor, group: ProcessGroup) -> Tensor:
-    return reference.total_bound(_everyones(x, group), x.dtype, sum_dtype=x.dtype)
 
 
 def test_what_takes_an_order_and_what_is_said(pool: RankPool) -> None:
@@ -164,33 +136,85 @@ def test_memory_that_grows_keeps_its_address_of_all_ranks() -> None:
         ws.close()
 
 
-def gathered(group: ProcessGroup, M: int, N: int, K: int, dtype: torch.dtype, dim: int) -> str:
+def gathered(group: ProcessGroup, M: int, N: int, K: int, dim: int) -> str:
     """A gather that stores each row once, to all ranks, and its gradients: the bits of pushing."""
-    shards = [whole((M + r, K) if dim == 0 else (M, K + r), dtype, r) for r in range(group.size())]
-    sizes = [each.shape[dim] for each in shards]
-    weight, made = whole((N, K if dim == 0 else sum(sizes)), dtype, 9), []
+    shape = (M, K) if dim == 0 else (M, K * group.size())
+    case = Case("gather", torch.bfloat16, shape[:1], dim, "lopsided", widths=(N,), features=shape[1])
+    operands, made = Operands(case, group), []
     for producer in ("push", "multicast"):
-        x, w = shards[group.rank()].clone().requires_grad_(), weight.clone().requires_grad_()
-        y = fusedtp.all_gather_linear(
-            x, w, group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer=producer
-        )
+        leaves = operands.leaves()
+        (y,) = operands.call("fused", leaves, producer=producer)
         path = last_path()
         y.backward(torch.ones_like(y))
-        assert x.grad is not None
-        assert w.grad is not None
-        made.append((y.detach(), x.grad, w.grad))
-    assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
-    whole_x = fusedtp.all_gather(
-        shards[group.rank()], group=group, gather_dim=dim, sizes=sizes, schedule="fused", producer="multicast"
-    )
-    assert torch.equal(whole_x, torch.cat(shards, dim))
+        made.append((y.detach(), *(each.grad for each in leaves.values())))
+    assert all(map(torch.equal, *made))
+    x, how = operands.given["x"], {"gather_dim": dim, "sizes": operands.sizes, "group": group, "schedule": "fused"}
+    one, other = (fusedtp.all_gather(x, **how, producer=producer) for producer in ("push", "multicast"))  # type: ignore
+    assert torch.equal(one, other)
+    assert torch.equal(one.split(operands.sizes, dim)[group.rank()], x)
     return path.producer
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size", "dim"),
-    [(3, 40, 30, 2, 0), (3, 40, 30, 2, 1), (70, 36, 24, 3, 1), (1, 8, 300, 4, 0)],
+    [(7, 40, 30, 2, 0), (3, 40, 30, 2, 1), (70, 36, 24, 3, 1), (5, 8, 300, 4, 0)],
 )
 def test_each_row_is_stored_once(pool: RankPool, M: int, N: int, K: int, world_size: int, dim: int) -> None:
-    said = pool.run(gathered, M, N, K, torch.bfloat16, dim, world_size=world_size)
+    said = pool.run(gathered, M, N, K, dim, world_size=world_size)
     assert said == ["multicast"] * world_size
+
+
+def launched(group: ProcessGroup, case: Case) -> list[str]:
+    """The kernels of one op on this rank, whose result is right."""
+    from fusedtp.kernels import loading
+
+    operands, names = Operands(case, group), []
+
+    def start(kernel: Any, grid: tuple[int, ...]) -> Any:
+        names.append(kernel.__name__)
+        return kernel[grid]
+
+    with mock.patch.object(loading, "_starter", start):
+        operands.call("fused", operands.given)
+    operands.check("fused", str(case))
+    return names
+
+
+# The contraction in one part and in more; tiles of one rank, and of all; a rank without any.
+@pytest.mark.parametrize(
+    ("M", "N", "K", "world_size"),
+    [(1, 40, 60, 2), (1, 40, 512, 2), (5, 40, 1800, 3), (70, 130, 120, 4), (3, 130, 1280, 4), (256, 30, 20, 2)],
+)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_one_launch(pool: RankPool, algorithm: str, M: int, N: int, K: int, world_size: int) -> None:
+    dtype = torch.bfloat16 if algorithm == "one_shot" else torch.float32
+    case = Case("all_reduce", dtype, (M,), widths=(N,), features=K, residual=True, algorithm=algorithm)
+    for names in pool.run(launched, case, world_size=world_size):
+        assert names == ["_matmul_all_reduce_kernel"]
+
+
+def test_more_rows_are_more_launches(pool: RankPool) -> None:
+    case = Case("all_reduce", torch.float32, (257,), widths=(20,), features=20, algorithm="two_shot")
+    for names in pool.run(launched, case, world_size=2):
+        assert names == ["_matmul_scatter_kernel", "_reduce_kernel", "_collect_kernel"]
+
+
+def test_roles_and_parts() -> None:
+    # Not at the top: it decides how kernels run.
+    from fusedtp.kernels.matmul_all_reduce import LEAST_BLOCKS, roles_of, splits_of
+
+    for tiles in (1, 2, 7, 64, 66, 67, 132, 500):
+        for blocks in range(1, 70):
+            splits = splits_of(tiles, blocks, 132)
+            length = -(-blocks // splits)
+            assert splits == 1 or splits * tiles <= 132
+            assert splits == 1 or length >= LEAST_BLOCKS
+            # None of the parts is empty.
+            assert (splits - 1) * length < blocks
+    assert splits_of(64, 56, 132) == 2
+    assert splits_of(8, 56, 132) == 8
+    assert splits_of(67, 56, 132) == 1
+    # The first program enters the epoch, though there is nothing to multiply.
+    assert roles_of(0, 0, 0, 132) == (1, 0, 0)
+    assert roles_of(128, 8, 56, 132) == (128, 8, 56)
+    assert roles_of(900, 500, 400, 132) == (132, 132, 132)

@@ -17,6 +17,8 @@ from fusedtp.calls import call
 from fusedtp.calls.problems import Settings
 from fusedtp.op import Options
 
+ASKED = Options("unfused")
+
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape)
@@ -24,17 +26,9 @@ def ones(*shape: int) -> Tensor:
 
 def near_misses(group: ProcessGroup) -> list[str]:
     """What a good call, made before, is mistaken for."""
-    x, weight, bias = ones(2, 3), ones(4, 3), ones(4)
-    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1)}
-    good |= {"x": ones(5, 1, 3), "schedule": "decomposed"}
-
-    def call(**changed: Any) -> Tensor:
-        given = {**good, **changed}
-        return fusedtp.all_gather_linear(
-            given.pop("x"), given.pop("weight"), given.pop("bias"), group=group, **given
-        )  # fmt: skip
-
-    taken = []
+    x, weight, bias = ones(5, 1, 3), ones(4, 3), ones(4)
+    good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "group": group}
+    taken, good = [], good | {"schedule": "decomposed"}
     for name, changed in {
         "another x": {"x": ones(5, 2, 3)},
         "another dtype of x": {"x": ones(5, 1, 3).double()},
@@ -54,9 +48,9 @@ def near_misses(group: ProcessGroup) -> list[str]:
         "sizes of another group": {"sizes": (1, 1, 0)},
         "another schedule": {"schedule": "Decomposed"},
     }.items():
-        assert call().shape == (5, 2, 4)
+        assert fusedtp.all_gather_linear(**good).shape == (5, 2, 4)
         try:
-            call(**changed)
+            fusedtp.all_gather_linear(**{**good, **changed})
             taken.append(name)
         except (TypeError, ValueError):
             pass
@@ -98,27 +92,37 @@ class Named:
         return self._rank
 
 
-def test_a_call_on_another_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Named("both")
-    monkeypatch.setattr(groups, "named", lambda name: group)
-    settings = Settings("[M_X, K] @ [K, N] -> [M, N]", ("both",), (0,), Options("unfused"))
-    on = {kind: call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind)) for kind in ("cpu", "meta")}
-    assert on["cpu"] is not on["meta"]
-    assert on["cpu"] is call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, Named]:
+    """The groups that there are, by name."""
+    groups_: dict[str, Named] = {}
+    monkeypatch.setattr(groups, "named", lambda name: groups_[name])
+    return groups_
 
 
-def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def settings_of(group: Any, asked: Options = ASKED) -> Settings:
+    return Settings("[M_X, K] @ [K, N] -> [M, N]", (group.group_name,), (group.rank(),), asked)
+
+
+def found_on(group: Named, kind: str = "cpu") -> call.Call:
+    return call.of(settings_of(group), (4, 3, 4, 0, 0, 0), torch.float32, torch.device(kind))
+
+
+def test_a_call_on_another_device_is_another(known: dict[str, Named]) -> None:
+    group = known["1"] = Named("1")
+    assert found_on(group, "cpu") is not found_on(group, "meta")
+    assert found_on(group, "cpu") is found_on(group, "cpu")
+
+
+def test_a_group_made_anew_is_another(known: dict[str, Named]) -> None:
     """Also under the name, and at the address, of one that is gone."""
-    known: dict[str, Named] = {}
-    monkeypatch.setattr(groups, "named", lambda name: known[name])
     prepared: list[str] = []
 
     def prepare(
         x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options
     ) -> tuple[Settings, tuple[int, ...]]:
         prepared.append(group.group_name)
-        settings = Settings("[M_X, K] @ [K, N] -> [M, N]", (group.group_name,), (group.rank(),), asked)
-        return settings, (2 * group.size(), 3, 4, 0, 0, 0)
+        return settings_of(group, asked), (2 * group.size(), 3, 4, 0, 0, 0)
 
     def found(name: str) -> tuple[call.Call, call.Call]:
         x, w, group = ones(2, 3), ones(4, 3), known[name]
@@ -145,26 +149,21 @@ def test_a_group_made_anew_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepared == ["1"]
 
 
-def test_a_group_that_ends_amid_an_interruption_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_ends_amid_an_interruption_is_gone(known: dict[str, Named]) -> None:
     """What is raised in a function that is told of a group's end is lost, and the rest of that function with it."""
-    known = {"1": Named("1")}
-    monkeypatch.setattr(groups, "named", lambda name: known[name])
-    settings = Settings("[M_X, K] @ [K, N] -> [M, N]", ("1",), (0,), Options("unfused"))
-
-    def found() -> call.Call:
-        return call.of(settings, (4, 3, 4, 0, 0, 0), torch.float32, torch.device("cpu"))
 
     def strike(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = found()
-    assert found() is before
+    known["1"] = Named("1")
+    before = found_on(known["1"])
+    assert found_on(known["1"]) is before
     sys.settrace(strike)
     try:
         del known["1"]
     finally:
         sys.settrace(None)
     known["1"] = Named("1")
-    after = found()
+    after = found_on(known["1"])
     assert after is not before
     assert after.version > before.version

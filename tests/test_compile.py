@@ -1,4 +1,4 @@
-"""What torch does around the layers: compile, opcheck, activation checkpointing, accumulation, autocast, no_grad."""
+"""What torch does around the layers: compile, opcheck, activation checkpointing, hooks, autocast, dry runs."""
 
 from __future__ import annotations
 
@@ -62,26 +62,27 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor], rounding: float =
     assert got.keys() == expected.keys()
     for name, ref in expected.items():
         assert got[name].dtype == ref.dtype, name
-        torch.testing.assert_close(
-            got[name],
-            ref,
-            rtol=0,
-            atol=rounding * float(ref.abs().max()),
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        most = rounding * float(ref.abs().max())
+        torch.testing.assert_close(got[name], ref, rtol=0, atol=most, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: bool) -> list[str]:
+def seen_by(backend: str) -> tuple[Callable[..., Any], list[list[str]]]:
+    """A backend of torch.compile, and our operators in each graph that it is given."""
+    graphs: list[list[str]] = []
+
+    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if "fusedtp" in str(node.target)])
+        return torch._dynamo.lookup_backend(backend)(graph, example)
+
+    return seen, graphs
+
+
+def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: bool) -> list[list[str]]:
     layer = model(group, sequence_dim=dim, sequence_parallel=sequence_parallel)
     torch.manual_seed(4)
     x = inputs(group, dim) if sequence_parallel else torch.randn(LENGTH, BATCH, HIDDEN, requires_grad=True)
-    ops: list[str] = []
-
-    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        ops.extend(str(node.target) for node in graph.graph.nodes if "fusedtp" in str(node.target))
-        return torch._dynamo.lookup_backend(backend)(graph, example)
-
     torch._dynamo.reset()
+    seen, graphs = seen_by(backend)
     call = torch.compile(layer, fullgraph=True, backend=seen)
     expected = results(layer, layer, x)
     # A generated kernel rounds silu's multiplications in its own order: a few roundings, carried through one matmul of
@@ -91,19 +92,17 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
         for _ in range(2):
             equal(results(call, layer, x), expected, rounding)
     torch._dynamo.reset()
-    return ops
+    return graphs
 
 
-@pytest.mark.parametrize(("backend", "dim"), spread(["inductor", "aot_eager"], [0, 1]))
-def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int) -> None:
-    """Also with a batch first, where a layer's result is a transposed view."""
-    for ops in pool.run(compiled, backend, dim, True, world_size=2, timeout=120):
-        assert ops == ["fusedtp.matmul.default", "fusedtp.matmul.default"]
-
-
-def test_compiled_with_the_sequence_whole(pool: RankPool) -> None:
-    for ops in pool.run(compiled, "aot_eager", 0, False, world_size=2):
-        assert ops == ["fusedtp.matmul.default", "fusedtp.matmul.default"]
+@pytest.mark.parametrize(
+    ("backend", "dim", "sequence_parallel"),
+    [*((*each, True) for each in spread(["inductor", "aot_eager"], [0, 1])), ("aot_eager", 0, False)],
+)
+def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int, sequence_parallel: bool) -> None:
+    """Also with a batch first, where a layer's result is a transposed view, and with the sequence whole."""
+    for graphs in pool.run(compiled, backend, dim, sequence_parallel, world_size=2, timeout=120):
+        assert graphs == [["fusedtp.matmul.default"] * 2]
 
 
 def compiled_in_turn(group: ProcessGroup) -> None:
@@ -125,20 +124,14 @@ def test_a_rank_does_not_take_the_graph_that_another_has_compiled(pool: RankPool
 
 
 def compiled_for_any_length(group: ProcessGroup) -> int:
-    layer, graphs = model(group), 0
-
-    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
-
     torch._dynamo.reset()
+    layer, (seen, graphs) = model(group), seen_by("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=seen)
     for length in (6, 4, 10):
         x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
         equal(results(call, layer, x), results(layer, layer, x))
     torch._dynamo.reset()
-    return graphs
+    return len(graphs)
 
 
 def test_compiled_once_for_all_lengths(pool: RankPool) -> None:
@@ -146,40 +139,44 @@ def test_compiled_once_for_all_lengths(pool: RankPool) -> None:
     assert pool.run(compiled_for_any_length, world_size=2) == [2, 2]
 
 
+TESTS = ("test_schema", "test_faketensor")
+
+
 def opchecked(group: ProcessGroup) -> None:
-    torch.manual_seed(group.rank())
-    name = group.group_name
-    bias = torch.randn(5, requires_grad=True)
-
-    def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
-        return [torch.randn(shape, requires_grad=True) for shape in shapes]
-
-    parts = (3, 1)
-    mine = parts[group.rank()]
-    for x, w, b, spec, lengths, splits in (
-        (*tensors((mine, 6), (5, 6)), bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (2, *parts, 0, 0)),
-        (*tensors((2, mine, 6), (5, 6)), bias, "[R0, R1_X, K] @ [K, N_X] -> [R0, R1, N_X]",
-         (2, 4, 6, 10), (0, 2, *parts, 0, 0)),
-        (*tensors((4, 6), (5, 6)), bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5), (2, *parts, 0, 0)),
-        (*tensors((4, 6), (5, 6)), None, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5), (0, 0, 0)),
-        (*tensors((4, 6), (5, 6)), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10), (0, 0, 0)),
-        (*tensors((4, 6), (5, 6)), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10), (0, 0, 0)),
-    ):  # fmt: skip
-        call = Settings(spec, (name,), (group.rank(),), Options("decomposed")).text, (*lengths, *splits)
+    rank, name, parts = group.rank(), group.group_name, (3, 1)
+    torch.manual_seed(rank)
+    mine = parts[rank]
+    w, bias = torch.randn(5, 6, requires_grad=True), torch.randn(5, requires_grad=True)
+    for shape, b, spec, numbers in (
+        ((mine, 6), bias, "[R0_X, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10, 2, *parts, 0, 0)),
+        ((2, mine, 6), bias, "[R0, R1_X, K] @ [K, N_X] -> [R0, R1, N_X]", (2, 4, 6, 10, 0, 2, *parts, 0, 0)),
+        ((4, 6), bias, "[R0, K_X] @ [K_X, N] -> [R0_X, N]", (4, 12, 5, 2, *parts, 0, 0)),
+        ((4, 6), bias, "[R0, K_X] @ [K_X, N] -> [R0, N_X]", (4, 12, 5, 0, 0, 2, 0, 5)),
+        ((4, 6), None, "[R0, K_X] @ [K_X, N] -> [R0, N]", (4, 12, 5, 0, 0, 0)),
+        ((4, 6), None, "[R0, K] @ [K, N_X] -> [R0, N_X]", (4, 6, 10, 0, 0, 0)),
+        ((4, 6), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10, 0, 0, 0)),
+    ):
+        x = torch.randn(shape, requires_grad=True)
+        call = (Settings(spec, (name,), (rank,), Options("decomposed")).text, numbers)
         given = ([x, w], "x w") if b is None else ([x, w, b], "x w bias")
         library.opcheck(torch.ops.fusedtp.matmul, (*given, False, *call))
         y = autograd.matmul(*given, False, *call)[0].detach()
         backward = ([y, x.detach(), w.detach()], "dy x w", [True, True, b is not None], *call)
-        library.opcheck(torch.ops.fusedtp.matmul_backward, backward, test_utils=("test_schema", "test_faketensor"))
-    for op, rows, sizes in (("all_gather", mine, parts), ("reduce_scatter", 4, parts), ("all_reduce", 4, ())):
-        (x,) = tensors((rows, 6))
-        library.opcheck(
-            torch.ops.fusedtp.collective,
-            (x, op, sizes, group.rank(), name, "decomposed", "auto", "auto", "", 0),
-        )
+        library.opcheck(torch.ops.fusedtp.matmul_backward, backward, test_utils=TESTS)
+    a = torch.randn(4, 6, requires_grad=True)
+    for x, op, sizes, schedule, algorithm, leaves in (
+        (a[:mine], "all_gather", parts, "decomposed", "auto", 0),
+        (a.t().contiguous().t(), "reduce_scatter", parts, "unfused", "auto", 0),
+        (a.t(), "all_reduce", (), "unfused", "auto", 0),
+        (a, "reduce_scatter", parts, "fused", "auto", 8),
+        (a, "all_reduce", (), "fused", "two_shot", 8),
+    ):
+        arguments = (x.detach().requires_grad_(), op, sizes, rank, name, schedule, algorithm, "auto", "", leaves)
+        library.opcheck(torch.ops.fusedtp.collective, arguments, **({"test_utils": TESTS} if leaves else {}))
+    library.opcheck(torch.ops.fusedtp.as_it_is, (a.t().detach(), name, "unfused"), test_utils=TESTS)
 
 
-def test_operator_is_registered_as_torch_wants_it(pool: RankPool) -> None:
+def test_operators_are_registered_as_torch_wants_it(pool: RankPool) -> None:
     """Schema, autograd registration, fakes, and ahead-of-time dispatch, which runs forward and backward traced."""
     pool.run(opchecked, world_size=2)
 
@@ -262,45 +259,6 @@ def test_what_a_hook_raises_behind_an_op_is_no_interruption(pool: RankPool) -> N
         assert all(each.endswith("(an interruption)") for each in said[7:])
 
 
-def accumulated(group: ProcessGroup) -> None:
-    """Two backward calls leave the sum of both gradients."""
-    layer, x = model(group), inputs(group)
-    once = results(layer, layer, x)
-    other = results(layer, layer, 2 * x)
-    layer.zero_grad()
-    for factor in (1, 2):
-        layer(factor * x.detach()).square().sum().backward()
-    for name, p in layer.named_parameters():
-        assert torch.equal(local(p.grad), once[f"d {name}"] + other[f"d {name}"]), name
-
-
-def test_gradient_accumulation(pool: RankPool) -> None:
-    pool.run(accumulated, world_size=2)
-
-
-def without_gradients(group: ProcessGroup) -> None:
-    """no_grad and inference give the same y; a frozen weight or an input without gradient gets none."""
-    layer, x = model(group), inputs(group)
-    expected = results(layer, layer, x)
-    with torch.no_grad():
-        y = layer(x)
-        assert not y.requires_grad
-        assert torch.equal(y, expected["y"])
-    with torch.inference_mode():
-        assert torch.equal(layer(x), expected["y"])
-    layer.zero_grad()
-    layer.down_proj.weight.requires_grad_(False)
-    layer(x.detach()).square().sum().backward()
-    assert layer.down_proj.weight.grad is None
-    for name, p in layer.named_parameters():
-        assert p.grad is None or torch.equal(local(p.grad), expected[f"d {name}"]), name
-    assert layer.gate_up_proj.weight.grad is not None
-
-
-def test_without_gradients(pool: RankPool) -> None:
-    pool.run(without_gradients, world_size=2)
-
-
 def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
     """What a layer with bfloat16 parameters computes, with float32 parameters and their gradients."""
     layer, x = model(group, sequence_parallel=sequence_parallel), inputs(group)
@@ -313,12 +271,15 @@ def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
     y_narrow = narrow(x_narrow)
     assert torch.equal(y, y_narrow)
     y_narrow.square().sum().backward()
-    assert x.grad is not None
-    assert x_narrow.grad is not None
-    got = {"x": x.grad, **{name: local(p.grad) for name, p in layer.named_parameters()}}
-    for name, ref in {"x": x_narrow.grad, **{name: local(p.grad) for name, p in narrow.named_parameters()}}.items():
-        assert got[name].dtype == torch.float32, name
-        assert torch.equal(got[name], ref.float()), name
+    pairs = [(x.grad, x_narrow.grad)]
+    pairs += [
+        (local(p.grad), local(q.grad)) for p, q in zip(layer.parameters(), narrow.parameters(), strict=True)
+    ]  # fmt: skip
+    for wide, ref in pairs:
+        assert wide is not None
+        assert ref is not None
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide, ref.float())
     # float64 is never narrowed.
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.double()(x.detach().double()).dtype == torch.float64

@@ -26,6 +26,7 @@ from fusedtp.shards import even_sizes
 
 from . import direct
 from .harness import spread
+from .test_ops import VARIANTS, Call, Operands
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SUMMING = ["fused", "decomposed"]
@@ -157,39 +158,15 @@ def by_chunk(group: ProcessGroup, check: Callable[..., Any], *arguments: Any) ->
         return check(group, *arguments)
 
 
-def random_calls(group: ProcessGroup, schedule: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Every op on random operands: rank 0 has none, the contraction is longer than a tile."""
-    rank, world_size, run = group.rank(), group.size(), partial(partial, one, schedule, group)
-    random = torch.Generator().manual_seed(5)
-    a, b = (torch.randn(shape, generator=random).to(dtype) for shape in ((34, 83), (83, 29)))
-    bias = torch.randn(29, generator=random).to(dtype)
-    parts = [torch.randn(34, 29, generator=random).to(dtype) for _ in range(world_size)]
-    m_sizes, k_sizes, n_sizes = ((0, *even_sizes(length, world_size - 1)) for length in (34, 83, 29))
-    a_shard_m, a_shard_k = reference.chunk(a, 0, rank, m_sizes), reference.chunk(a, 1, rank, k_sizes)
-    b_shard_k, x = reference.chunk(b, 0, rank, k_sizes), parts[rank]
-    mine = a_shard_k, b_shard_k, bias
-    calls = {
-        "all_gather_matmul 0": run("all_gather_matmul", a_shard_m, b, bias, sizes=m_sizes),
-        "all_gather_matmul 1": run("all_gather_matmul", a_shard_k, b, bias, dim=1, sizes=k_sizes),
-        "matmul_reduce_scatter 0": run("matmul_reduce_scatter", *mine, sizes=m_sizes),
-        "matmul_reduce_scatter 1": run("matmul_reduce_scatter", *mine, dim=1, sizes=n_sizes),
-        "all_gather": run("all_gather", a_shard_m, sizes=m_sizes),
-        "reduce_scatter": run("reduce_scatter", x, sizes=m_sizes, algorithm="direct"),
-    }
-    for each in ("one_shot", "two_shot"):
-        calls[f"matmul_all_reduce {each}"] = run("matmul_all_reduce", *mine, algorithm=each)
-        calls[f"all_reduce {each}"] = run("all_reduce", x, algorithm=each)
-    if schedule == "fused":
-        calls["all_gather ring"] = run("all_gather", a_shard_m, sizes=m_sizes, algorithm="ring")
-        calls["reduce_scatter ring"] = run("reduce_scatter", x, sizes=m_sizes, algorithm="ring")
-        calls["all_reduce ring"] = run("all_reduce", x, algorithm="ring")
-    return calls
-
-
 def two_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tensor]:
-    """Each op's result, after another run of all of them gave the same bits."""
-    calls = random_calls(group, schedule, getattr(torch, dtype))
-    first, again = ({name: call() for name, call in calls.items()} for _ in range(2))
+    """Each op's result, after another run of all of them gave the same bits: rank 0 has nothing, and the contraction is
+    longer than a tile.
+    """
+    sizes = [(0, *even_sizes(length, group.size() - 1)) for length in (34, 29, 83)]
+    layouts = (("plain", "plain"),) * group.size()
+    calls = [Call(schedule, op, option, dtype, *sizes, layouts, True, 5) for op, option in VARIANTS[schedule]]
+    operands = {f"{call.op} {call.option}": Operands(call, group.rank()) for call in calls}
+    first, again = ({name: each.issue(group) for name, each in operands.items()} for _ in range(2))
     for name, out in again.items():
         same_bits(out, first[name], f"{name} again on rank {group.rank()}")
     return first
@@ -205,7 +182,7 @@ def test_same_bits_on_every_run_and_every_rank(pool: RankPool, schedule: str, dt
 def check_ranks(by_rank: list[dict[str, Tensor]]) -> None:
     for rank, outs in enumerate(by_rank):
         for name, out in outs.items():
-            if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")) or name == "all_gather":
+            if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")):
                 same_bits(out, by_rank[0][name], f"{name} on rank {rank} and on rank 0")
         # Of a matmul only the exact ones, above: partials may have other bits where their tiles begin elsewhere, and
         # those of NumPy, which the interpreter takes, have them on some processors.

@@ -1,7 +1,8 @@
-"""Scaled float8 operands: right by every function and schedule, and refused where they are not whole."""
+"""`Scaled` operands: right by every function and schedule, at the edges too. What one process makes: test_scaled.py."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
@@ -19,7 +21,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import Ready
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
-from fusedtp.schedules.local import by_library, mm, of_data
+from fusedtp.schedules.local import mm
 
 from .bounds import Bounds
 from .harness import spread
@@ -64,34 +66,44 @@ def of_features(recipe: str, size: int, how: str) -> tuple[int, tuple[int, ...]]
     return IN_BLOCKS, tuple(sizes)
 
 
+def right(y: Tensor, x: Tensor, w: Tensor, name: str, bias: Tensor | None = None) -> None:
+    """Check y = x [.., K] @ w [K, N] + bias."""
+    rows = x.flatten(0, -2)
+    expected = rows @ w if bias is None else rows @ w + bias.double()
+    assert y.shape == (*x.shape[:-1], w.shape[1])
+    reference.check(y.flatten(0, -2), expected, allowed(rows, w, y.dtype, bias=bias), name)
+
+
 def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """x gathered by rows and by features; one weight and several, with an activation too."""
-    rank, ranks, M = group.rank(), range(group.size()), 21
-    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, out_dtype=out)
+    """x gathered by rows and by features; one weight and several, with an activation too. A fully sharded weight, whose
+    rows travel with their scales.
+    """
+    rank, M, bias = group.rank(), 21, whole((N,), out, 3)
+    given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
+    call = partial(fusedtp.all_gather_linear, **given)
     rows, (K, features) = cut(M, group.size(), how), of_features(recipe, group.size(), how)
     weights = [make((n, K), 50 + n + rank, recipe, dtypes[1]) for n in (N, 5)]
-    bias = whole((N,), out, 3)
-    for dim, sizes, shape in ((0, rows, (M, K)), (-1, features, (M, K))):
+    ws = [values(w).t() for w in weights]
+    for dim, sizes in ((0, rows), (-1, features)):
         parts = [make((size, K) if dim == 0 else (M, size), 7 + r, recipe, dtypes[0]) for r, size in enumerate(sizes)]
         x = torch.cat([values(part) for part in parts], dim)
-        assert x.shape == shape
-        ws = [values(w).t() for w in weights]
         y = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes)
         assert y.dtype == out
         assert not y.requires_grad
-        reference.check(y, x @ ws[0] + bias.double(), allowed(x, ws[0], out, bias=bias), f"gather {dim}")
         both: Any = call(parts[rank], weights, [bias, None], gather_dim=dim, sizes=sizes)  # type: ignore[call-overload]
-        reference.check(both[0], x @ ws[0] + bias.double(), allowed(x, ws[0], out, bias=bias), f"first of two {dim}")
-        reference.check(both[1], x @ ws[1], allowed(x, ws[1], out), f"second of two {dim}")
+        right(y, x, ws[0], f"gather {dim}", bias)
+        right(both[0], x, ws[0], f"first of two {dim}", bias)
+        right(both[1], x, ws[1], f"second of two {dim}")
         relu: Any = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes, activation="relu")
         assert torch.equal(relu, F.relu(y))
     # A batch of sequences, split along the middle.
     parts = [make((3, size, K), 7 + r, recipe, dtypes[0]) for r, size in enumerate(rows)]
     x = torch.cat([values(part) for part in parts], 1)
-    y = call(parts[rank], weights[0], gather_dim=1, sizes=rows)
-    off = allowed(x.flatten(0, 1), values(weights[0]).t(), out).view(3, M, N)
-    reference.check(y, x @ values(weights[0]).t(), off, "batch")
-    assert len(ranks) == group.size()
+    right(call(parts[rank], weights[0], gather_dim=1, sizes=rows), x, ws[0], "batch")
+    sizes = cut(N, group.size(), how)
+    shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
+    mine, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
+    right(fusedtp.fsdp_linear(mine, shards[rank], bias, sizes=sizes, **given), values(mine), w, "fsdp", bias)
 
 
 def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
@@ -113,17 +125,6 @@ def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.d
     for algorithm in ("auto",) if schedule == "unfused" else ("one_shot", "two_shot"):
         y = fusedtp.linear_all_reduce(xs[rank], ws[rank], bias, residual=residual, algorithm=algorithm, **given)
         reference.check(y, total + residual.double(), off, algorithm)
-
-
-def sharded(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """A fully sharded weight, whose rows travel with their scales."""
-    rank, sizes, bias = group.rank(), cut(N, group.size(), how), whole((N,), out, 3)
-    K, _ = of_features(recipe, group.size(), how)
-    shards = [make((size, K), 50 + r, recipe, dtypes[1]) for r, size in enumerate(sizes)]
-    x, w = make((2, 9, K), 7 + rank, recipe, dtypes[0]), torch.cat([values(each) for each in shards]).t()
-    y = fusedtp.fsdp_linear(x, shards[rank], bias, group=group, sizes=sizes, schedule=schedule, out_dtype=out)
-    rows = values(x).flatten(0, 1)
-    reference.check(y.flatten(0, 1), rows @ w + bias.double(), allowed(rows, w, out, bias=bias), "fsdp")
 
 
 def within_bounds(group: ProcessGroup, check: Callable[..., None], *args: Any) -> None:
@@ -153,7 +154,7 @@ FNUZ = ((FNUZ_E4M3, FNUZ_E4M3), (FNUZ_E5M2, FNUZ_E4M3), (FNUZ_E4M3, FNUZ_E5M2))
 def test_functions_are_right(
     pool: RankPool, schedule: str, world_size: int, recipe: str, how: str, out: torch.dtype, dtypes: Any
 ) -> None:
-    for check in (gathers, sums, sharded):
+    for check in (gathers, sums):
         pool.run(within_bounds, check, schedule, recipe, how, out, dtypes, world_size=world_size)
 
 
@@ -213,87 +214,109 @@ def test_shards_have_the_scales_of_the_whole(pool: RankPool, schedule: str) -> N
     pool.run(as_without_ranks, schedule, world_size=3)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_scales(dtype: torch.dtype, power_of_two: bool) -> None:
-    """The largest magnitude is kept, to half a step of float8, and no value is farther off than that."""
-    x = torch.randn(50, 33) * torch.logspace(-30, 30, 50)[:, None]
-    largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
+def without_a_contraction(group: ProcessGroup, schedule: str) -> None:
+    """Nothing is summed: zeros and the bias, in results and in gradients, not what was in memory, which is poisoned."""
+    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
+    y = call(scaled(torch.zeros(4, 0)), scaled(torch.zeros(8, 0)), torch.ones(8).bfloat16())
+    assert torch.equal(y, torch.ones_like(y))
+    assert y.shape == (4 * group.size(), 8)
     for recipe in ("rowwise", "tensorwise"):
-        made = scaled(x, recipe, dtype=dtype, power_of_two=power_of_two)  # type: ignore[arg-type]
-        back, most = made.values(), made.data.float().abs().amax(-1)
-        assert bool((most <= largest).all())
-        step = torch.finfo(dtype).smallest_normal * eps * made.scale
-        assert bool(((back - x).abs() <= eps / 2 * 1.001 * x.abs() + step).all())
-        if recipe == "rowwise":
-            assert bool((most > largest / 2 * (1 - eps)).all())
-        if power_of_two:
-            assert torch.equal(made.scale, 2.0 ** made.scale.log2().round())
+        w = torch.randn(6, 8, requires_grad=True)
+        x = torch.randn(0, 8, requires_grad=True)
+        options: Any = {"group": group, "schedule": schedule, "float8": recipe}
+        fusedtp.linear_reduce_scatter(x, w, scatter_dim=-1, **options).sum().backward()
+        assert w.grad is not None
+        assert w.grad.eq(0).all()
+        w.grad = None
+        call(x, torch.cat([w] * group.size(), 1), gather_dim=-1, float8=recipe).sum().backward()
+        assert w.grad.eq(0).all()
 
 
-def test_what_no_scale_can_hold() -> None:
-    """Zeros, subnormal numbers, infinities and NaN spoil nothing but their own row."""
-    rows = torch.ones(7, 4)
-    rows[1] = 0
-    rows[2] = 1e-45
-    rows[3, 0] = float("inf")
-    rows[4, 1] = float("nan")
-    rows[5] = torch.finfo(torch.float32).max
-    rows[6] = torch.tensor([1e-38, 0, 0, 1e-40])
-    for dtype in (E4M3, E5M2):
-        made = scaled(rows, dtype=dtype)
-        assert bool(made.scale.isfinite().all())
-        assert bool((made.scale >= torch.finfo(torch.float32).tiny).all())
-        back = made.values()
-        assert back[0].eq(1).all()
-        assert back[1].eq(0).all()
-        assert made.scale[1] == 1
-        assert back[2].eq(0).all()
-        assert back[3, 0].isinf() if dtype == E5M2 else back[3, 0].isnan()
-        assert back[3, 1:].eq(1).all()
-        assert back[4, [0, 2, 3]].eq(1).all()
-        assert back[4, 1].isnan()
-        assert torch.allclose(back[5], rows[5])
-        assert bool(back[6].isfinite().all())
-        whole_one = scaled(rows[[0, 3, 4]], "tensorwise", dtype=dtype)
-        assert whole_one.scale == scaled(torch.ones(1), "tensorwise", dtype=dtype).scale
-    for empty in (torch.ones(0, 3), torch.ones(3, 0)):
-        for recipe in ("rowwise", "tensorwise"):
-            made = scaled(empty, recipe)  # type: ignore[arg-type]
-            assert made.data.shape == empty.shape
-            assert bool(made.scale.eq(1).all())
+def one_feature(group: ProcessGroup, schedule: str) -> None:
+    """Each row has its own scale, also where a dim of one element has whatever stride."""
+    world_size, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(3)
+    call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, gather_dim=-1)
+    for rows, features, recipe in itertools.product((1, 5), (1, 2), ("rowwise", "tensorwise")):
+        x = torch.randn(rows, features * world_size, generator=generator) * 4.0 ** torch.arange(rows)[:, None]
+        w = torch.randn(4, features * world_size, generator=generator)
+        mine = x[:, rank * features : (rank + 1) * features]
+        a, b = scaled(mine, recipe, power_of_two=True), scaled(w, recipe, power_of_two=True)  # type: ignore[arg-type]
+        parts = [torch.empty(rows, features) for _ in range(world_size)]
+        dist.all_gather(parts, a.values(), group=group)
+        exact = torch.cat(parts, 1).double() @ b.values().double().t()
+        y = call(a, b, out_dtype=torch.float32).double()
+        torch.testing.assert_close(y, exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
+        z = call(mine, w, float8=recipe)
+        # Two operands of three bits behind the first.
+        exact, most = x.double() @ w.double().t(), 0.15 * (x.abs() @ w.abs().t()).double()
+        assert ((z.double() - exact).abs() <= most).all(), (rows, features, recipe)
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_librarys_scaled_matmul_is_ours(turned: bool) -> None:
-    """What a GPU uses, as far as the library has it on a CPU; in gradients operands lie the other way round."""
-    a, b = scaled(torch.randn(32, 64)), scaled(torch.randn(48, 64))
-    if turned:
-        a, b = (Scaled(each.data.t().contiguous().t(), each.scale) for each in (a, b))
-    left, right = Quantized.of(a, torch.bfloat16), Quantized.of(b, torch.bfloat16).t()
-    bias = torch.randn(48).bfloat16()
-    data = a.data.double() @ b.data.double().t()
-    reference.check(of_data(left, right), data, 64 * torch.finfo(torch.float32).eps * data.abs().max(), "data")
-    for added in (None, bias):
-        x, w = values(a), values(b).t()
-        expected = x @ w if added is None else x @ w + bias.double()
-        off = allowed(x, w, torch.bfloat16, bias=added)
-        reference.check(mm(left, right, added), expected, off, "ours")
-        reference.check(by_library(left, right, added), expected, 2 * off, "the library's")
+def not_finite(group: ProcessGroup, schedule: str) -> None:
+    """NaN and infinities come out where they went in, and nowhere else."""
+    dtypes = (E4M3, E5M2, *((FNUZ_E4M3,) if schedule != "fused" else ()))
+    for dtype, recipe in itertools.product(dtypes, ("rowwise", "mxfp8")):
+        x, w = torch.ones(4, 32), torch.ones(5, 32)
+        x[1, 3], x[2, 4], w[3, 5] = float("nan"), float("inf"), float("nan")
+        a, b = (scaled(each, recipe, dtype=dtype) for each in (x, w))  # type: ignore[arg-type]
+        y = fusedtp.all_gather_linear(a, b, group=group, schedule=schedule, out_dtype=torch.float32)
+        for rows in y.split(4):
+            assert rows[1].isnan().all()
+            assert not rows[2].isfinite().any()
+            assert rows[:, 3].isnan().all()
+            assert torch.allclose(rows[[0, 3]][:, [0, 1, 2, 4]], torch.tensor(32.0))
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
-        ({"x": torch.ones(2).double()}, TypeError, "x must be a tensor of float32"),
-        ({"x": torch.ones(())}, ValueError, "at least 1 dimension"),
-        ({"x": torch.eye(2).to_sparse()}, TypeError, "x must be a dense tensor, got one of layout torch.sparse"),
-        ({"recipe": "blockwise"}, ValueError, "recipe must be one of tensorwise, rowwise, mxfp8"),
-        ({"dtype": torch.bfloat16}, ValueError, "dtype must be None or one of"),
-        ({"group": "tp"}, ValueError, "group is for recipe 'tensorwise'"),
-        ({"power_of_two": 1}, TypeError, "power_of_two must be True or False"),
-    ],
-)
-def test_what_cannot_be_scaled(given: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        scaled(**{"x": torch.ones(2, 3), **given})
+def nan_scale(group: ProcessGroup, schedule: str) -> None:
+    """A block whose scale is NaN spoils its own row; the last part ends in the middle of what a kernel multiplies."""
+    rank, sizes = group.rank(), (480, 32)
+    x, w = scaled(torch.randn(5, 512), "mxfp8"), scaled(torch.randn(6, 512), "mxfp8")
+    w.scale.view(torch.uint8)[3, 0] = 255
+    mine = x.split(sizes, 1)[rank]
+    y = fusedtp.all_gather_linear(mine, w, group=group, gather_dim=-1, sizes=sizes, schedule=schedule)
+    assert y[:, 3].isnan().all()
+    assert y[:, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+def autocast(group: ProcessGroup, schedule: str) -> None:
+    """Under torch.autocast the products of float8 stay as exact as they are."""
+    x, w = scaled(torch.randn(6, 64)), scaled(torch.randn(24, 64))
+    half = [scaled(torch.randn(6, 32), "tensorwise"), scaled(torch.randn(24, 32), "tensorwise")]
+    given: Any = {"group": group, "schedule": schedule, "out_dtype": torch.float32}
+    calls: tuple[Callable[[], Tensor], ...] = (
+        lambda: fusedtp.all_gather_linear(x, w, **given),
+        lambda: fusedtp.all_gather_linear(half[0], w, gather_dim=-1, **given),
+        lambda: fusedtp.linear_reduce_scatter(*half, **given),
+        lambda: fusedtp.fsdp_linear(x, w, **given),
+    )
+    for call in calls if group.size() > 1 else calls[:1]:
+        expected = call()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(call(), expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("check", [without_a_contraction, one_feature, not_finite, nan_scale, autocast])
+def test_edges(pool: RankPool, check: Callable[..., None], schedule: str) -> None:
+    for world_size in (1, 2) if schedule == "unfused" and check is not nan_scale else (2,):
+        pool.run(within_bounds, check, schedule, world_size=world_size)
+
+
+def transformed(group: ProcessGroup) -> None:
+    """torch.func's transforms are refused before anything is sent."""
+    w = torch.randn(8, 32)
+
+    def call(x: Tensor) -> Tensor:
+        one = torch.ones(())
+        return fusedtp.all_gather_linear(Scaled(x.to(E4M3), one), Scaled(w.to(E4M3), one), group=group)
+
+    with (
+        mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
+        pytest.raises(NotImplementedError, match=r"not implemented in torch\.func's transforms"),
+    ):
+        torch.vmap(call)(torch.randn(2, 4, 32))
+
+
+def test_transforms_are_refused(pool: RankPool) -> None:
+    pool.run(transformed, world_size=2)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import Scaled, scaled
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.problems import Settings
 from fusedtp.float8 import _power_of_two
 
 from .harness import LARGE, few_kernels
+from .test_compile import seen_by
 
 RECIPES = ("rowwise", "tensorwise", "mxfp8")
 Call = Callable[..., Any]
@@ -60,44 +60,33 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
     """Operands made inside of the graph and given to it; rows left open; one operator a call."""
-    ops: list[str] = []
-
-    def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        ops.extend(str(node.target) for node in graph.graph.nodes if "fusedtp" in str(node.target))
-        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
-
     # Compiling takes its time: the schedules take turns too.
     turns = list(enumerate(calls(group).items()))
     for i, (name, (call, K)) in turns if LARGE else turns[shift::2]:
-        recipe = RECIPES[(i + shift) % len(RECIPES)]
-        given: dict[str, Any] = {"group": group, "schedule": schedule}
+        recipe: Any = RECIPES[(i + shift) % len(RECIPES)]
+        inside = (i // 2 + shift) % 2 == 0
 
-        def inside(x: Tensor, w: Tensor, call: Call = call, recipe: Any = recipe, given: Any = given) -> Any:
-            return call(scaled(x, recipe), scaled(w, recipe), recipe, **given)
+        def function(x: Any, w: Any, call: Call = call, recipe: Any = recipe, inside: bool = inside) -> Any:
+            x, w = (scaled(x, recipe), scaled(w, recipe)) if inside else (x, w)
+            return call(x, w, recipe, group=group, schedule=schedule)
 
-        def outside(x: Scaled, w: Scaled, call: Call = call, recipe: Any = recipe, given: Any = given) -> Any:
-            return call(x, w, recipe, **given)
-
-        weight = torch.randn(24, K)
-        kind: str = ("inside", "outside")[(i // 2 + shift) % 2]
-        function: Call = {"inside": inside, "outside": outside}[kind]
         torch.compiler.reset()
-        ops.clear()
+        seen, graphs = seen_by("aot_eager")
         compiled = torch.compile(function, fullgraph=True, backend=seen, dynamic=True)
         for rows in ROWS:
-            x = torch.randn(rows, 64)
-            operands = (x, weight) if kind == "inside" else (scaled(x, recipe), scaled(weight, recipe))
-            same(compiled(*operands), function(*operands), f"{name}, {recipe}, {kind}, {rows} rows")
+            operands = (torch.randn(rows, 64), torch.randn(24, K))
+            given: Any = operands if inside else [scaled(each, recipe) for each in operands]
+            same(compiled(*given), function(*given), f"{name}, {recipe}, {inside}, {rows} rows")
         # A compiler does not look into scales of blocks.
-        asked = [each for each in ops if "_blocks." not in each]
-        assert asked == ["fusedtp.matmul.default"], (name, recipe, kind, ops)
+        asked = [[each for each in ops if "_blocks." not in each] for ops in graphs]
+        assert asked == [["fusedtp.matmul.default"]], (name, recipe, inside, graphs)
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("schedule", "world_size", "shift"), [("decomposed", 2, 0), ("unfused", 2, 1)])
-def test_whole_graphs(pool: RankPool, schedule: str, world_size: int, shift: int) -> None:
+@pytest.mark.parametrize(("schedule", "shift"), [("decomposed", 0), ("unfused", 1)])
+def test_whole_graphs(pool: RankPool, schedule: str, shift: int) -> None:
     """Functions, recipes and where operands are made take turns: `shift` pairs them anew."""
-    pool.run(whole_graphs, schedule, shift, world_size=world_size, timeout=400)
+    pool.run(whole_graphs, schedule, shift, world_size=2, timeout=400)
 
 
 def by_inductor(group: ProcessGroup) -> None:
@@ -121,6 +110,10 @@ def by_inductor(group: ProcessGroup) -> None:
     torch.compiler.reset()
 
 
+def test_a_block_by_inductor(pool: RankPool) -> None:
+    pool.run(by_inductor, world_size=2, timeout=400)
+
+
 def last_blocks(group: ProcessGroup) -> None:
     """Shorter than the others: its elements have their scale, in a static graph and in one of any length."""
 
@@ -142,57 +135,6 @@ def last_blocks(group: ProcessGroup) -> None:
 
 def test_the_last_block_of_a_row_by_inductor(pool: RankPool) -> None:
     pool.run(last_blocks, world_size=1, timeout=400)
-
-
-def test_a_block_by_inductor(pool: RankPool) -> None:
-    pool.run(by_inductor, world_size=2, timeout=400)
-
-
-def refused(group: ProcessGroup) -> None:
-    """While it is traced, before anything is sent: what a call without a compiler refuses."""
-    x, w = scaled(torch.randn(4, 80), "mxfp8"), scaled(torch.randn(8, 160), "mxfp8")
-    bias = torch.ones(8).bfloat16().requires_grad_()
-    for function, message in (
-        (lambda: fusedtp.all_gather_linear(x, w, group=group, gather_dim=-1), "must begin at multiples of 32"),
-        (lambda: fusedtp.all_gather_linear(x, scaled(torch.randn(8, 80)), group=group), "must both have scales of blo"),
-        (lambda: fusedtp.linear_all_reduce(x, scaled(torch.randn(8, 80), "mxfp8"), bias, group=group), "no gradient"),
-    ):
-        torch.compiler.reset()
-        with pytest.raises(Exception, match=message):
-            torch.compile(function, fullgraph=True, backend="eager")()
-    torch.compiler.reset()
-
-
-def test_what_is_refused(pool: RankPool) -> None:
-    pool.run(refused, world_size=2)
-
-
-def opchecked(group: ProcessGroup) -> None:
-    """torch's own checks of the operator: its fake has the shapes and strides of what it makes."""
-    x, w, described = scaled(torch.randn(6, 64)), scaled(torch.randn(24, 64)), []
-
-    def described_by(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        described.extend(node.args for node in graph.graph.nodes if "fusedtp.matmul" in str(node.target))
-        return graph.forward
-
-    def call(x: Scaled, w: Scaled) -> Any:
-        return fusedtp.all_gather_linear(x, w, group=group, schedule="decomposed")
-
-    torch.compiler.reset()
-    torch.compile(call, fullgraph=True, backend=described_by, dynamic=False)(x, w)
-    *_, settings, numbers = described[0]
-    assert Settings.of(settings).dtypes[:2] == ("float8_e4m3fn",) * 2
-    library.opcheck(
-        torch.ops.fusedtp.matmul,
-        ([x.data, w.data, x.scale, w.scale], "x w x.scale w.scale", False, settings, numbers),
-        # Not the schema's, which would multiply float8.
-        test_utils=("test_autograd_registration", "test_faketensor"),
-    )
-    torch.compiler.reset()
-
-
-def test_opcheck(pool: RankPool) -> None:
-    pool.run(opchecked, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
 from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
-from fusedtp.scaled import RECIPES, Cast, Casts, casts_of
+from fusedtp.calls.dispatch import Ready
+from fusedtp.scaled import RECIPES, Casts, Quantized, casts_of
 
 from .harness import LARGE, on_gfx942, spread
-from .oracle import cut, whole
+from .oracle import Case, Operands, whole
 from .test_counting import counting
 
 SCHEDULES = ("unfused", "decomposed", "fused")
@@ -51,78 +53,101 @@ def all_of(inputs: dict[str, Tensor], call: Callable[..., Any], dy: Callable[[in
     return found
 
 
-def cases(group: ProcessGroup, how: str, make: Callable[..., Tensor]) -> dict[str, tuple[dict[str, Tensor], Any]]:
-    """Inputs of this rank and what is called with them, for every function."""
-    rank, size = group.rank(), group.size()
-    M, N, K = 16, 24, 32
-    rows, outs, ins = (cut(n, size, how) for n in (M, N, K))
-    x_m, x_k = make((rows[rank], K), 1 + rank), make((M, ins[rank]), 11 + rank)
-    w, w2, w_k, bias = make((N, K), 21 + rank), make((8, K), 31 + rank), make((N, ins[rank]), 41 + rank), make((N,), 3)
-    given = {"group": group}
-    gather = partial(fusedtp.all_gather_linear, sizes=rows, **given)
-    return {
-        "gather": ({"x": x_m, "w": w, "b": bias}, lambda x, w, b, **o: gather(x, w, b, **o)),
-        "several": (
-            {"x": x_m, "w": w, "v": w2}, lambda x, w, v, **o: gather(x, (w, v), **o),  # type: ignore[call-overload]
-        ),
-        "features": (
-            {"x": x_k, "w": w, "b": bias},
-            lambda x, w, b, **o: fusedtp.all_gather_linear(x, w, b, gather_dim=-1, sizes=ins, **given, **o),
-        ),
-        "batch": (
-            {"x": make((2, rows[rank], K), 51 + rank), "w": w},
-            lambda x, w, **o: fusedtp.all_gather_linear(x, w, gather_dim=1, sizes=rows, **given, **o),
-        ),
-        "scatter": (
-            {"x": x_k, "w": w_k, "b": bias},
-            lambda x, w, b, **o: fusedtp.linear_reduce_scatter(x, w, b, sizes=rows, **given, **o),
-        ),
-        "scatter columns": (
-            {"x": x_k, "w": w_k},
-            lambda x, w, **o: fusedtp.linear_reduce_scatter(x, w, scatter_dim=-1, sizes=outs, **given, **o),
-        ),
-        "all-reduce": (
-            {"x": x_k, "w": w_k, "b": bias}, lambda x, w, b, **o: fusedtp.linear_all_reduce(x, w, b, **given, **o),
-        ),
-        "fsdp": (
-            {"x": make((12, K), 61 + rank), "w": make((outs[rank], K), 71 + rank)},
-            lambda x, w, **o: fusedtp.fsdp_linear(x, w, sizes=outs, **given, **o),
-        ),
-    }  # fmt: skip
+def cases(how: str, dtype: torch.dtype) -> list[Case]:
+    """Every function."""
+    given: dict[str, Any] = {"how": how, "k_how": how, "widths": (24,), "features": 32}
+    return [
+        Case("gather", dtype, (16,), **given), Case("gather", dtype, (16,), dim=-1, **given),
+        Case("gather", dtype, (2, 16), dim=1, **given | {"biased": (False,)}),
+        Case("gather", dtype, (16,), **given | {"widths": (24, 8), "biased": (False,) * 2}),
+        Case("scatter", dtype, (16,), **given), Case("scatter", dtype, (16,), dim=-1, **given | {"biased": (False,)}),
+        Case("all_reduce", dtype, (16,), **given), Case("fsdp", dtype, (12,), **given | {"biased": (False,)}),
+    ]  # fmt: skip
 
 
-def recipes_of(i: int, schedule: str, number: int) -> Sequence[str]:
-    """All recipes; of the interpreted kernels so many, in turn."""
-    return [RECIPES[(i + each) % len(RECIPES)] for each in range(number)] if schedule == "fused" else RECIPES
+def recipes_of(i: int, schedule: str) -> Sequence[str]:
+    """All recipes; of the interpreted kernels one, in turn."""
+    return [RECIPES[i % len(RECIPES)]] if schedule == "fused" else RECIPES
 
 
-def exactly(group: ProcessGroup, schedule: str, how: str, amd: bool) -> None:
-    """Where no cast rounds, results and gradients are those without float8, to the bit, whatever travels and is scaled
-    on the way.
+def off(value: Tensor, ref: Tensor) -> float:
+    """In the norm."""
+    return float((value.double() - ref.double()).norm() / ref.double().norm())
+
+
+# What rounding one operand to e4m3 or e5m2 adds to a product of random values, in the norm: a uniform error of half a
+# step, 2**-4 or 2**-3 of values that are 1 to 2 times a power of two, is at most 2**-4 / sqrt(3) of each.
+E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
+
+
+def rounding(casts: Casts, made: str) -> float:
+    """What rounding the operands of a product adds to it. Of one that both gradients are made of, dy is rounded twice:
+    as it travels, and along the other dim.
     """
-    for at, (name, (inputs, call)) in enumerate(cases(group, how, partial(exact, steps=15 if amd else 7)).items()):
-        # Of what is the same on all ranks the gradient is too.
-        seed = 91 if name == "all-reduce" else 91 + group.rank()
-        call = partial(call, schedule=schedule)
-        dy = lambda i, out, seed=seed: exact(out.shape, seed + i)  # noqa: E731
-        plain = all_of(inputs, call, dy)
-        for recipe in recipes_of(at, schedule, 1):
+    squares = 0.0
+    for operand, cast in casts[made].items():
+        twice = operand == "dy" and not cast.whole and all("dy" in casts[each] for each in ("dx", "dw"))
+        squares += (1 + twice) * (E5M2 if cast.dtype == float8.OCP.e5m2 else E4M3) ** 2
+    return squares**0.5
+
+
+def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype: torch.dtype | None) -> None:
+    """Results and gradients beside those without float8. `dtype` None: where no cast rounds, to the bit, whatever
+    travels and is scaled on the way. Random values are as far off as two rounded operands make them, and no less.
+    """
+
+    def drawn(shape: Sequence[int], seed: int, steps: int = 7) -> Tensor:
+        return exact(shape, seed, steps) if dtype is None else whole(shape, dtype, seed)
+
+    for at, case in enumerate(cases(how, dtype or torch.float32)):
+        operands, inputs = Operands(case, group), {}
+        for i, (name, each) in enumerate(operands.given.items()):
+            # A bias and what is of an all-reduce's results are the same on all ranks.
+            inputs[name] = drawn(each.shape, 10 * i + group.rank() * (name[0] != "b"), 15 if amd else 7)
+        seed = 91 + group.rank() * (case.kind != "all_reduce")
+        dy = lambda i, out, seed=seed: drawn(out.shape, seed + i)  # noqa: E731
+
+        def call(recipe: str | None, operands: Operands = operands, **leaves: Tensor) -> tuple[Tensor, ...]:
+            return tuple(operands.call(schedule, leaves, float8=recipe))
+
+        plain = all_of(inputs, partial(call, None), dy)
+        # Of random values kernels have the recipe that they do not have of exact ones.
+        for recipe in recipes_of(at + 2 * (dtype is not None), schedule):
             with on_gfx942() if amd else contextlib.nullcontext():
-                made = all_of(inputs, partial(call, float8=recipe), dy)
+                made = all_of(inputs, partial(call, recipe), dy)
             for key, value in made.items():
-                assert torch.equal(value, plain[key]), f"{name}, {recipe}: {key}"
+                name = f"{case}, {recipe}: {key}"
+                if dtype is None:
+                    assert torch.equal(value, plain[key]), name
+                elif value.numel():
+                    check_rounding(value, plain[key], key.rstrip("0123456789"), casts_of(recipe, float8.OCP), name)
+
+
+def check_rounding(value: Tensor, ref: Tensor, key: str, casts: Casts, name: str) -> None:
+    """Check that a value is as far off as the casts of its operands make it."""
+    assert value.dtype == ref.dtype
+    most, found = rounding(casts, key) if key in casts else 0.0, off(value, ref)
+    # Where a shard has few columns it is not the mean of many.
+    assert found <= 1.5 * most + 4 * torch.finfo(ref.dtype).eps, f"{name} is off by {found:.4f}, not {most:.4f}"
+    assert found > most / 8 or not most, f"{name} is not made in float8"
+
+
+EXACT = [
+    ("unfused", 1, "even", False), ("unfused", 4, "lopsided", False), ("decomposed", 2, "on the last", False),
+    ("fused", 3, "lopsided", False), ("unfused", 1, "even", True), ("decomposed", 2, "lopsided", True),
+    ("unfused", 3, "on the last", True),
+]  # fmt: skip
+RANDOM = spread(SCHEDULES, [4, 3, 2], ["lopsided", "even"], [torch.bfloat16, torch.float32, torch.float16])
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size", "how", "amd"),
-    [
-        ("unfused", 1, "even", False), ("unfused", 4, "lopsided", False), ("decomposed", 2, "on the last", False),
-        ("fused", 3, "lopsided", False), ("unfused", 1, "even", True), ("decomposed", 2, "lopsided", True),
-        ("unfused", 3, "on the last", True), ("decomposed", 4, "even", True),
-    ],
-)  # fmt: skip
-def test_what_no_cast_rounds_is_as_without(pool: RankPool, schedule: str, world_size: int, how: str, amd: bool) -> None:
-    pool.run(exactly, schedule, how, amd, world_size=world_size, timeout=400)
+    ("schedule", "world_size", "how", "amd", "dtype"),
+    [(*each, None) for each in EXACT] + [(*each[:3], False, each[3]) for each in RANDOM],
+)
+def test_values_are_off_by_their_rounding(
+    pool: RankPool, schedule: str, world_size: int, how: str, amd: bool, dtype: torch.dtype | None
+) -> None:
+    pool.run(against_plain, schedule, how, amd, dtype, world_size=world_size, timeout=400)
 
 
 def sharded(group: ProcessGroup, schedule: str) -> None:
@@ -161,102 +186,37 @@ def test_shardings(pool: RankPool, schedule: str) -> None:
     pool.run(sharded, schedule, timeout=400)
 
 
-def off(value: Tensor, ref: Tensor) -> float:
-    """In the norm."""
-    return float((value.double() - ref.double()).norm() / ref.double().norm())
-
-
-# What rounding one operand to e4m3 or e5m2 adds to a product of random values, in the norm: a uniform error of half a
-# step, 2**-4 or 2**-3 of values that are 1 to 2 times a power of two, is at most 2**-4 / sqrt(3) of each.
-E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
-
-
-def casts_here(recipe: str) -> Casts:
-    """How the operands of y, dx and dw are cast here."""
-    return casts_of(recipe, float8.OCP)
-
-
-def rounding(casts: Casts, made: str) -> float:
-    """What rounding the operands of a product adds to it. Of one that both gradients are made of, dy is rounded twice:
-    as it travels, and along the other dim.
-    """
-    squares = 0.0
-    for operand, cast in casts[made].items():
-        twice = operand == "dy" and not cast.whole and all("dy" in casts[each] for each in ("dx", "dw"))
-        squares += (1 + twice) * (E5M2 if cast.dtype == float8.OCP.e5m2 else E4M3) ** 2
-    return squares**0.5
-
-
-def has_whole(*casts: Mapping[str, Cast]) -> set[str]:
-    """The operands that have one scale in any of these."""
-    return {operand for each in casts for operand, cast in each.items() if cast.whole}
-
-
-def roughly(group: ProcessGroup, schedule: str, how: str, dtype: torch.dtype) -> None:
-    """Random values are as far off as two rounded operands make them, and by no more."""
-
-    def random(shape: Sequence[int], seed: int) -> Tensor:
-        return whole(shape, dtype, seed)
-
-    for at, (name, (inputs, call)) in enumerate(cases(group, how, random).items()):
-        seed = 91 if name == "all-reduce" else 91 + group.rank()
-        dy = lambda i, out, seed=seed: random(out.shape, seed + i)  # noqa: E731
-        plain = all_of(inputs, partial(call, schedule=schedule), dy)
-        # Kernels: the one that they do not have above.
-        for recipe in recipes_of(at + 2, schedule, 1):
-            made = all_of(inputs, partial(call, schedule=schedule, float8=recipe), dy)
-            for key, value in made.items():
-                assert value.dtype == dtype
-                ref = plain[key]
-                if not ref.numel():
-                    continue
-                of = {"dx": "dx", "dw": "dw", "dv": "dw"}.get(key, key[0])
-                most = rounding(casts_here(recipe), of) if of in casts_here(recipe) else 0.0
-                found = off(value, ref)
-                # Where a shard has few columns it is not the mean of many.
-                allowed = 1.5 * most + 4 * torch.finfo(dtype).eps
-                assert found <= allowed, f"{name}, {recipe}: {key} is off by {found:.4f}, not {most:.4f}"
-                assert found > most / 8 or not most, f"{name}, {recipe}: {key} is not made in float8"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "world_size", "how", "dtype"),
-    spread(SCHEDULES, [4, 3, 2], ["lopsided", "even"], [torch.bfloat16, torch.float32, torch.float16]),
-)
-def test_values_are_off_by_their_rounding(
-    pool: RankPool, schedule: str, world_size: int, how: str, dtype: torch.dtype
-) -> None:
-    pool.run(roughly, schedule, how, dtype, world_size=world_size, timeout=400)
-
-
-def travels_once(group: ProcessGroup, recipe: str) -> None:
+def travels_once(group: ProcessGroup, recipe: Any) -> None:
     """Of a row-parallel layer dy is gathered once for both gradients, of a column-parallel one x once beside dx. Where
     a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
     """
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
-    casts = casts_here(recipe)
-    forwards, backwards = has_whole(casts["y"]), has_whole(casts["dx"], casts["dw"])
+    casts = casts_of(recipe, float8.OCP)
     # Where one gradient alone casts its operands, dy travels as it is.
     together = bool(casts["dx"]) == bool(casts["dw"])
-    numbers, agreed = ([("all_gather", (1, len(each)))] if each else [] for each in (forwards, backwards))
-    rows, dy_rows = 8 // group.size(), (8 // group.size(), 12)
+    rows, dy_rows, options = 8 // group.size(), (8 // group.size(), 12), {"group": group, "float8": recipe}
+
+    def numbers(*made: str) -> list[tuple[str, tuple[int, ...]]]:
+        wholes = {operand for each in made for operand, cast in casts[each].items() if cast.whole}
+        return [("all_gather", (1, len(wholes)))] if wholes else []
+
     with counting() as forward:
-        y = fusedtp.linear_reduce_scatter(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
-    assert forward.calls == [*numbers, ("matmul_reduce_scatter", (8, 16))]
+        y = fusedtp.linear_reduce_scatter(x, w, **options)
+    assert forward.calls == [*numbers("y"), ("matmul_reduce_scatter", (8, 16))]
     with counting() as backward:
         y.sum().backward()
-    if not together:
-        assert [each for each in backward.calls if each[1] == tuple(sorted(dy_rows))] == [("all_gather", dy_rows)]
+    if together:
+        assert backward.calls == [*numbers("dx", "dw"), ("all_gather_matmul twice", dy_rows)]
     else:
-        assert backward.calls == [*agreed, ("all_gather_matmul twice", tuple(sorted(dy_rows)))]
+        assert [each for each in backward.calls if each[1] == dy_rows] == [("all_gather", dy_rows)]
     x = torch.randn(rows, 16, requires_grad=True)
-    y = fusedtp.all_gather_linear(x, w, group=group, float8=recipe)  # type: ignore[arg-type]
+    y = fusedtp.all_gather_linear(x, w, **options)
     with counting() as backward:
         y.sum().backward()
-    assert len([each for each in backward.calls if each == ("all_gather_matmul", (rows, 16))]) == 1
+    assert backward.calls.count(("all_gather_matmul", (rows, 16))) == 1
     # One for both gradients, or one each.
-    alike = [backwards] if together else [has_whole(casts["dx"]), has_whole(casts["dw"])]
-    assert len(backward.calls) == 2 + sum(bool(each) for each in alike)
+    agreed = [numbers("dx", "dw")] if together else [numbers("dx"), numbers("dw")]
+    assert len(backward.calls) == 2 + sum(map(len, agreed))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -319,3 +279,38 @@ def compiled_and_checkpointed(group: ProcessGroup) -> None:
 
 def test_in_a_graph_and_made_again(pool: RankPool) -> None:
     pool.run(compiled_and_checkpointed, world_size=2)
+
+
+def on_amds_machine(group: ProcessGroup) -> None:
+    """What layers and `sharded_matmul` send is fnuz too, forward and backward, also in a compiled graph. Interpreted
+    kernels refuse it before anything is sent, scales' numbers too.
+    """
+    sent: list[torch.dtype] = []
+    run, mesh = Ready.run, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+
+    def seen(ready: Ready, operands: Any) -> Any:
+        sent.extend(each.data.dtype for each in operands.values() if type(each) is Quantized)
+        return run(ready, operands)
+
+    mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=group, schedule="decomposed", float8="tensorwise")
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    x, grads = torch.randn(8, 32), []
+    with on_gfx942(), mock.patch.object(Ready, "run", seen):
+        for called in (mlp, compiled):
+            leaf = x.clone().requires_grad_()
+            called(leaf).square().sum().backward()
+            grads.append(leaf.grad)
+        assert torch.equal(*grads)
+        assert set(sent) == set(float8.FNUZ)
+        sent.clear()
+        fusedtp.sharded_matmul(x, torch.randn(32, 6), "[M_X, K] @ [K, N_X] -> [M, N_X]", mesh=mesh, float8="rowwise")
+        assert set(sent) == {float8.FNUZ.e4m3}
+        sent.clear()
+        with pytest.raises(RuntimeError, match=r"cannot multiply torch\.float8_e4m3fnuz here: Triton's interp"):
+            fusedtp.all_gather_linear(x, x, group=group, schedule="fused", float8="tensorwise")
+        assert not sent
+    torch.compiler.reset()
+
+
+def test_on_amds_machine(pool: RankPool) -> None:
+    pool.run(on_amds_machine, world_size=2, timeout=400)

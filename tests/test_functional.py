@@ -1,9 +1,10 @@
-"""The public functions: good calls give the unsharded result on the baseline schedule. What they refuse:
-test_bad_input.py."""
+"""The public functions: collectives on the baseline schedule, defaults, and operands of odd kinds. Linears and their
+options: test_options.py. What is refused: test_bad_input.py."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +16,14 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.shards import even_sizes
 
 from .harness import last_path, spread
+from .oracle import cut
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def ones(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=dtype, device=device)
+FUNCTIONS: tuple[Callable[..., Tensor], ...] = (
+    fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce, fusedtp.fsdp_linear,
+)  # fmt: skip
 
 
 def fresh_memory(group: ProcessGroup) -> bool:
@@ -34,42 +34,31 @@ def test_unwritten_results_would_show(pool: RankPool) -> None:
     assert all(pool.run(fresh_memory))
 
 
-def splits(length: int, world_size: int) -> list[tuple[int, ...] | None]:
-    """Even, lopsided, and with nothing on all ranks but the last."""
-    lopsided = [0] * world_size
-    for i in range(length):
-        lopsided[i * i % world_size] += 1
-    last = (*([0] * (world_size - 1)), length)
-    return [even_sizes(length, world_size), tuple(lopsided), last]
-
-
-def check(out: Tensor, ref: Tensor, allowed: Tensor, name: str, dtype: torch.dtype) -> None:
-    assert out.dtype == dtype, f"{name}: {out.dtype}, expected {dtype}"
-    reference.check(out, ref, allowed, name)
-
-
-def good_collectives(group: ProcessGroup, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    rank, world_size = group.rank(), group.size()
-    torch.manual_seed(7)
-    parts = [torch.randn(shape).to(dtype) for _ in range(world_size)]
-    ref, allowed = reference.total(parts), reference.total_bound(parts, dtype, sum_dtype=dtype)
-    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
-    check(fusedtp.all_reduce(parts[rank], **options), ref, allowed, "all-reduce", dtype)
-    for dim in range(-len(shape), len(shape)):
-        for sizes in splits(shape[dim], world_size):
-            out = fusedtp.all_gather(
-                reference.chunk(parts[0], dim, rank, sizes), gather_dim=dim, sizes=sizes, **options
-            )
-            assert torch.equal(out, parts[0]), f"gather dim {dim} {sizes}"
-            out = fusedtp.reduce_scatter(parts[rank], scatter_dim=dim, sizes=sizes, **options)
-            want = [reference.chunk(whole, dim, rank, sizes) for whole in (ref, allowed)]
-            check(out, want[0], want[1], f"scatter dim {dim} {sizes}", dtype)
+def good_collectives(group: ProcessGroup, dtype: torch.dtype) -> None:
+    rank, options = group.rank(), {"group": group, "schedule": "unfused"}
+    for shape in ((13,), (13, 5), (3, 7, 4), (0, 3)):
+        torch.manual_seed(7)
+        parts = [torch.randn(shape).to(dtype) for _ in range(group.size())]
+        ref, allowed = reference.total(parts), reference.total_bound(parts, dtype, sum_dtype=dtype)
+        reduced: Any = fusedtp.all_reduce(parts[rank], **options)  # type: ignore[arg-type]
+        assert reduced.dtype == dtype
+        reference.check(reduced, ref, allowed, "all-reduce")
+        for dim, how in itertools.product(range(-len(shape), len(shape)), ("even", "lopsided", "on the last")):
+            if how == "lopsided" and shape[dim] < group.size():
+                continue
+            sizes = cut(shape[dim], group.size(), how)
+            mine = reference.chunk(parts[0], dim, rank, sizes)
+            gathered: Any = fusedtp.all_gather(mine, gather_dim=dim, sizes=sizes, **options)  # type: ignore[arg-type]
+            assert torch.equal(gathered, parts[0]), f"gather dim {dim} {sizes}"
+            kept: Any = fusedtp.reduce_scatter(parts[rank], scatter_dim=dim, sizes=sizes, **options)  # type: ignore[arg-type]
+            assert kept.dtype == dtype
+            want = [reference.chunk(each, dim, rank, sizes) for each in (ref, allowed)]
+            reference.check(kept, want[0], want[1], f"scatter dim {dim} {sizes}")
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), spread([1, 2, 3, 4], DTYPES[1:]), ids=str)
 def test_collectives(pool: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    for shape in ((13,), (13, 5), (3, 7, 4), (0, 3)):
-        pool.run(good_collectives, dtype, shape, world_size=world_size)
+    pool.run(good_collectives, dtype, world_size=world_size)
 
 
 def zeros_and_subnormals(group: ProcessGroup, dtype: torch.dtype) -> None:
@@ -94,44 +83,6 @@ def test_collectives_of_zeros_and_subnormals(pool: RankPool, dtype: str) -> None
         pool.run(zeros_and_subnormals, getattr(torch, dtype), world_size=world_size)
 
 
-def batched(group: ProcessGroup, sizes: tuple[int, ...]) -> None:
-    """Leading dims: the split one first, in the middle, or the features; operands sliced and transposed."""
-    rank, dtype = group.rank(), torch.float32
-    torch.manual_seed(3)
-    length, batch, K, N = sum(sizes), 3, 10, 8
-    weight = torch.randn(K, 2 * N).t()[::2]  # [N, K], strides (2, 2 * N)
-    bias = torch.randn(N)
-    k_sizes = even_sizes(K, group.size())
-    weight_shard_k = reference.chunk(weight, 1, rank, k_sizes)
-    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
-    for dim, shape in ((0, (length, batch, K)), (1, (batch, length, K)), (-2, (2, batch, length, K))):
-        x = torch.randn(*shape[:-1], K + 3)[..., :K]
-        flat = x.reshape(-1, K)
-        ref = reference.matmul(flat, weight.t(), bias).view(*shape[:-1], N)
-        allowed = reference.bound(flat, weight.t(), dtype, bias=bias).view_as(ref)
-        out = fusedtp.all_gather_linear(
-            reference.chunk(x, dim, rank, sizes), weight, bias, gather_dim=dim, sizes=sizes, **options
-        )
-        check(out, ref, allowed, f"gather dim {dim} of {shape}", dtype)
-        x_shard_k = reference.chunk(x, -1, rank, k_sizes)
-        allowed = reference.bound(flat, weight.t(), dtype, k_sizes=k_sizes, bias=bias).view_as(ref)
-        out = fusedtp.all_gather_linear(x_shard_k, weight, bias, gather_dim=-1, sizes=k_sizes, **options)
-        check(out, ref, allowed, f"gather features of {shape}", dtype)
-        out = fusedtp.linear_all_reduce(x_shard_k, weight_shard_k, bias, **options)
-        check(out, ref, allowed, f"all-reduce of {shape}", dtype)
-        for scatter_dim, out_sizes in ((dim, sizes), (-1, even_sizes(N, group.size()))):
-            out = fusedtp.linear_reduce_scatter(
-                x_shard_k, weight_shard_k, bias, scatter_dim=scatter_dim, sizes=out_sizes, **options
-            )
-            want = [reference.chunk(whole, scatter_dim, rank, out_sizes) for whole in (ref, allowed)]
-            check(out, want[0], want[1], f"scatter dim {scatter_dim} of {shape}", dtype)
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 0, 2), (1, 2, 3, 4)], ids=str)
-def test_batched_and_strided_operands(pool: RankPool, sizes: tuple[int, ...]) -> None:
-    pool.run(batched, sizes, world_size=len(sizes))
-
-
 def defaults(group: ProcessGroup) -> fusedtp.Path | None:
     """Without `sizes`: equal shards to gather, as even as can be to scatter. Groups by name and by mesh."""
     rank, world_size = group.rank(), group.size()
@@ -154,16 +105,10 @@ def inputs_unchanged(group: ProcessGroup) -> None:
     """Results share no memory with operands, in a world of one as well."""
     x, weight = torch.randn(4, 4), torch.randn(4, 4)
     before = x.clone(), weight.clone()
-    options: dict[str, Any] = {"group": group, "schedule": "unfused"}
-    for out in (
-        fusedtp.all_gather(x, **options),
-        fusedtp.reduce_scatter(x, **options),
-        fusedtp.all_reduce(x, **options),
-        fusedtp.all_gather_linear(x, weight, **options),
-        fusedtp.linear_reduce_scatter(x, weight, **options),
-        fusedtp.linear_all_reduce(x, weight, **options),
-    ):
-        out.fill_(torch.nan)
+    for function in FUNCTIONS:
+        function(x, weight, group=group, schedule="unfused").fill_(torch.nan)
+    for collective in (fusedtp.all_gather, fusedtp.reduce_scatter, fusedtp.all_reduce):
+        collective(x, group=group, schedule="unfused").fill_(torch.nan)
     assert torch.equal(x, before[0])
     assert torch.equal(weight, before[1])
 
@@ -173,46 +118,21 @@ def test_results_are_fresh(pool: RankPool, world_size: int) -> None:
     pool.run(inputs_unchanged, world_size=world_size)
 
 
-def autocasted(group: ProcessGroup) -> None:
-    """Like F.linear's: operands in bfloat16, the result too, gradients in the parameters' dtype."""
-    x, weight, bias = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6, requires_grad=True), torch.randn(5)
-    for linear in (fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce):
-        with torch.autocast("cpu", torch.bfloat16):
-            y = linear(x, weight, bias, group=group)
-        expected = linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16(), group=group)
-        assert y.dtype == torch.bfloat16
-        assert torch.equal(y, expected)
-    y.sum().backward()
-    assert x.grad is not None
-    assert weight.grad is not None
-    assert (x.grad.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert fusedtp.linear_all_reduce(x.double(), weight.double(), group=group).dtype == torch.float64
-
-
-def test_autocast(pool: RankPool) -> None:
-    pool.run(autocasted, world_size=2)
-
-
 def test_without_a_process_group_the_remedy_is_named() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
-        fusedtp.all_reduce(ones(2, 2))
+        fusedtp.all_reduce(torch.ones(2, 2))
 
 
 def empty_everything(group: ProcessGroup) -> None:
     """What has no elements is no mistake, whichever length is 0."""
-    world_size = group.size()
-    for schedule, (rows, n, k) in itertools.product(
-        ("decomposed", "unfused", "fused"), ((0, 5, 6), (4, 0, 6), (4, 5, 0), (0, 0, 0))
-    ):
+    lengths = ((0, 5, 6), (4, 0, 6), (4, 5, 0), (0, 0, 0))
+    for schedule, (rows, n, k) in itertools.product(("decomposed", "unfused", "fused"), lengths):
         options: dict[str, Any] = {"group": group, "schedule": schedule}
-        x, weight = ones(rows, k), ones(n, k)
-        gathered = fusedtp.all_gather_linear(x, weight, **options)
-        assert torch.equal(gathered, torch.full((rows * world_size, n), float(k)))
-        total = torch.full((rows, n), float(world_size * k))
-        assert torch.equal(fusedtp.linear_all_reduce(x, weight, **options), total)
-        kept = fusedtp.linear_reduce_scatter(x, weight, **options)
-        assert torch.equal(kept, total[: rows // world_size])
+        x, weight = torch.ones(rows, k), torch.ones(n, k)
+        total = torch.full((2 * rows, n), float(k))
+        assert torch.equal(fusedtp.all_gather_linear(x, weight, **options), total)
+        assert torch.equal(fusedtp.linear_all_reduce(x, weight, **options), 2 * total[:rows])
+        assert torch.equal(fusedtp.linear_reduce_scatter(x, weight, **options), 2 * total[: rows // 2])
         assert fusedtp.all_reduce(x, **options).shape == x.shape
 
 
@@ -245,9 +165,7 @@ def on_one_rank(group: ProcessGroup) -> None:
     x = torch.randn(2, 5, 8, requires_grad=True)
     w, bias = torch.randn(6, 8, requires_grad=True), torch.randn(6, requires_grad=True)
     expected = F.linear(x, w, bias)
-    for function in (
-        fusedtp.all_gather_linear, fusedtp.linear_reduce_scatter, fusedtp.linear_all_reduce, fusedtp.fsdp_linear,
-    ):  # fmt: skip
+    for function in FUNCTIONS:
         y = function(x, w, bias, group=group)
         assert torch.equal(y, expected)
         assert y.grad_fn is not None

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,19 +129,17 @@ class Operands:
         self.originals = [each.clone() for each in (self.a, self.b, self.bias) if each is not None]
         self.a = laid_out(self.a, layout_a)
         self.b = self.b if self.b is None else laid_out(self.b, layout_b)
+        self.given = (self.a,) if self.b is None else (self.a, self.b, self.bias)
+        self.options: dict[str, Any] = {"algorithm": call.option} if isinstance(call.option, str) else {}
+        if call.option == 1:
+            self.options["dim"] = 1
+        if not call.op.endswith("all_reduce"):
+            others = call.k_sizes if call.op.startswith("all_gather") else call.n_sizes
+            self.options["sizes"] = others if call.option == 1 else call.m_sizes
 
     def issue(self, group: ProcessGroup) -> Tensor:
         """The task on these operands."""
-        call, options = self.call, {}
-        if isinstance(call.option, str):
-            options["algorithm"] = call.option
-        elif call.option == 1:
-            options["dim"] = 1
-        if not call.op.endswith("all_reduce"):
-            others = call.k_sizes if call.op.startswith("all_gather") else call.n_sizes
-            options["sizes"] = others if call.option == 1 else call.m_sizes
-        operands = (self.a,) if self.b is None else (self.a, self.b, self.bias)
-        return direct.one(call.op, call.schedule, group, *operands, **options)
+        return direct.one(self.call.op, self.call.schedule, group, *self.given, **self.options)
 
     def check(self, out: Tensor, name: str) -> None:
         reference.check(out, self.expected, self.allowed, name)

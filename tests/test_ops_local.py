@@ -24,18 +24,24 @@ from fusedtp.workspaces.workspace import Workspace
 from . import direct
 from .bounds import Bounds
 from .harness import LARGE
+from .test_ops import LAYOUTS, Call, Operands
 from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")
 # What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
 Op = tuple[Callable[[Workspace, int], Generator[None, None, Tensor]], list[Tensor], list[Tensor]]
-OPS = (
-    "gather rows", "gather contraction", "scatter rows", "scatter columns", "matmul one_shot", "matmul two_shot",
-    "scatter and gather", "all_gather", "reduce_scatter", "one_shot", "two_shot",
-)  # fmt: skip
+# The task, and what is gathered or scattered (0 rows, 1 the other dim), or the algorithm.
+TASKS: dict[str, tuple[str, int | str]] = {
+    "gather rows": ("all_gather_matmul", 0), "gather contraction": ("all_gather_matmul", 1),
+    "scatter rows": ("matmul_reduce_scatter", 0), "scatter columns": ("matmul_reduce_scatter", 1),
+    "matmul one_shot": ("matmul_all_reduce", "one_shot"), "matmul two_shot": ("matmul_all_reduce", "two_shot"),
+    "scatter and gather": ("matmul_reduce_scatter", 0), "all_gather": ("all_gather", "direct"),
+    "reduce_scatter": ("reduce_scatter", "direct"), "one_shot": ("all_reduce", "one_shot"),
+    "two_shot": ("all_reduce", "two_shot"),
+}  # fmt: skip
+OPS = tuple(TASKS)
 # Those whose rows are sent by a producer; elsewhere the matmul itself stores to the peers.
-PRODUCED = ("gather rows", "gather contraction", "scatter and gather", "all_gather", "reduce_scatter", "one_shot",
-            "two_shot")  # fmt: skip
+PRODUCED = tuple(name for name in OPS if not name.startswith(("scatter rows", "scatter columns", "matmul")))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[..., list[Workspace]]
 
@@ -79,85 +85,29 @@ def problem(
 
     by: the producer of each rank, in turn.
     """
-    random = torch.Generator().manual_seed(seed)
-    M, N, K = 43 * scale, 19, 37
+    (op, option), M, N, K = TASKS[name], 43 * scale, 19, 37
+    sizes = [uneven(length, world_size) for length in (M, N, K)]
+    layouts = tuple((LAYOUTS[rank % 4], LAYOUTS[rank // 4 % 4]) for rank in range(world_size))
+    twice = name == "scatter and gather"
+    call = Call("fused", op, option, str(dtype).removeprefix("torch."), *sizes, layouts, not twice, seed)
+    ranks = [Operands(call, rank) for rank in range(world_size)]
+    expected, allowed = [each.expected for each in ranks], [each.allowed for each in ranks]
+    # All rows of another tensor, multiplied with ones on a diagonal, so as they are.
+    rows, left = torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype), torch.eye(M, dtype=dtype)
+    if twice:
+        expected = [torch.cat([each.flatten(), rows.double().flatten()]) for each in expected]
+        allowed = [torch.cat([each.flatten(), torch.zeros(M * K, dtype=torch.float64)]) for each in allowed]
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
+    def start(ws: Workspace, rank: int) -> Generator[None, None, Tensor]:
+        options = dict(ranks[rank].options)
+        if name in PRODUCED:
+            options["producer"] = by[rank % len(by)]
+        if op in ("all_gather_matmul", "matmul_all_reduce"):
+            options["split"] = True
+        more = (left, rows.split(sizes[0])[rank]) if twice else ()
+        return direct.phases(op, ws, *ranks[rank].given, *more, **options)
 
-    a, b, bias = normal(M, K), normal(K, N), normal(N)
-    m_sizes, k_sizes = uneven(M, world_size), uneven(K, world_size)
-    parts = [normal(M, N) for _ in range(world_size)]
-    cut_m, cut_k = a.split(m_sizes), a.split(k_sizes, 1)
-    rows_of_b = b.split(k_sizes)
-    ref, allowed = reference.matmul(a, b, bias), reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
-    total, total_allowed = reference.total(parts), reference.total_bound(parts, dtype)
-
-    def everywhere(x: Tensor) -> list[Tensor]:
-        return [x] * world_size
-
-    if name.startswith("gather"):
-        allowed = reference.bound(a, b, dtype, bias=bias)
-        dim, shards, sizes = (0, cut_m, m_sizes) if name == "gather rows" else (1, cut_k, k_sizes)
-        # The contraction's shards are slices with gaps between their rows; row shards come transposed on odd ranks.
-        mine = [x if dim or rank % 2 else x.t().contiguous().t() for rank, x in enumerate(shards)]
-        return (
-            lambda ws, rank: direct.phases(
-                "all_gather_matmul", ws, mine[rank], b, bias, sizes=sizes, dim=dim, split=True,
-                producer=by[rank % len(by)],
-            ),
-            everywhere(ref), everywhere(allowed),
-        )  # fmt: skip
-    if name == "scatter and gather":
-        # The chunk of one product, and all rows of another tensor: one behind the other.
-        shares, row_bounds = ref - bias.double(), reference.bound(a, b, dtype, k_sizes=k_sizes)
-        # Multiplied with ones on a diagonal, so as it is.
-        left = torch.eye(M, dtype=dtype, device=a.device)
-        expected = [torch.cat([each.flatten(), a.double().flatten()]) for each in shares.split(m_sizes)]
-        exact = torch.zeros(M * K, dtype=torch.float64)
-        return (
-            lambda ws, rank: direct.phases(
-                "matmul_reduce_scatter", ws, cut_k[rank], rows_of_b[rank], None, left, cut_m[rank], sizes=m_sizes,
-                producer=by[rank % len(by)],
-            ),
-            expected, [torch.cat([each.flatten(), exact]) for each in row_bounds.split(m_sizes)],
-        )  # fmt: skip
-    if name.startswith("scatter"):
-        dim, sizes = (0, m_sizes) if name == "scatter rows" else (1, uneven(N, world_size))
-        return (
-            lambda ws, rank: direct.phases(
-                "matmul_reduce_scatter", ws, cut_k[rank], rows_of_b[rank], bias, sizes=sizes, dim=dim
-            ),
-            list(ref.split(sizes, dim)), list(allowed.split(sizes, dim)),
-        )  # fmt: skip
-    if name.startswith("matmul"):
-        algorithm = name.split()[1]
-        return (
-            lambda ws, rank: direct.phases(
-                "matmul_all_reduce", ws, cut_k[rank], rows_of_b[rank], bias, algorithm=algorithm, split=True
-            ),
-            everywhere(ref), everywhere(allowed),
-        )  # fmt: skip
-    if name == "all_gather":
-        return (
-            lambda ws, rank: direct.phases(
-                "all_gather", ws, cut_m[rank], sizes=m_sizes, algorithm="direct", producer=by[rank % len(by)]
-            ),
-            everywhere(a.double()), everywhere(torch.zeros(M, K, dtype=torch.float64)),
-        )  # fmt: skip
-    if name == "reduce_scatter":
-        return (
-            lambda ws, rank: direct.phases(
-                "reduce_scatter", ws, parts[rank], sizes=m_sizes, algorithm="direct", producer=by[rank % len(by)]
-            ),
-            list(total.split(m_sizes)), list(total_allowed.split(m_sizes)),
-        )  # fmt: skip
-    return (
-        lambda ws, rank: direct.phases(
-            "all_reduce", ws, parts[rank], algorithm=name, producer=by[rank % len(by)]
-        ),
-        everywhere(total), everywhere(total_allowed),
-    )  # fmt: skip
+    return start, expected, allowed
 
 
 def run(
@@ -181,27 +131,19 @@ def run(
         assert (ws.epoch - before) % 2**32 == 1, f"{name}: epoch {before} -> {ws.epoch}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8])
-def test_every_op(make: Make, world_size: int) -> None:
-    ranks = make(world_size)
-    # Of more ranks every fourth op, where time counts: another fourth each.
-    for seed, name in enumerate(OPS if LARGE or world_size < 4 else OPS[(5, 4, 8).index(world_size) :: 4]):
-        run(ranks, name, DTYPES[world_size % 3], seed)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
-def test_every_op_with_copies(make: Make, world_size: int) -> None:
-    """Copied by all ranks."""
-    ranks = make(world_size)
-    for seed, name in enumerate(PRODUCED if LARGE or world_size < 4 else PRODUCED[world_size % 2 :: 2]):
-        run(ranks, name, DTYPES[world_size % 3], seed, by=("copy",))
-
-
-def test_every_rank_chooses_its_producer(make: Make) -> None:
-    """Some push and some copy: the slots are the same."""
-    ranks = make(3)
-    for seed, name in enumerate(PRODUCED):
-        run(ranks, name, torch.float16, seed, by=("copy", "push"))
+@pytest.mark.parametrize(
+    ("world_size", "by"),
+    [(2, "push"), (3, "push"), (4, "push"), (5, "push"), (8, "push"), (2, "copy"), (3, "copy"), (5, "copy"),
+     (3, "copy push")],
+)  # fmt: skip
+def test_every_op(make: Make, world_size: int, by: str) -> None:
+    """Sent by kernels, by copies, or by either: each rank chooses, and the slots are the same."""
+    ranks, names = make(world_size), OPS if by == "push" else PRODUCED
+    if world_size > 3 and not LARGE:
+        # Of more ranks every fourth op, where time counts: another fourth each.
+        names = names[(5, 4, 8).index(world_size) :: 4]
+    for seed, name in enumerate(names):
+        run(ranks, name, DTYPES[world_size % 3], seed, by=tuple(by.split()))
 
 
 @pytest.mark.parametrize("by", ["push", "copy"])
@@ -244,20 +186,6 @@ def test_growth_between_two_ops(make: Make) -> None:
     run(ranks, "scatter rows", torch.float32, 2)
     run(ranks, "gather rows", torch.float32, 3)
     assert ranks[0].half_bytes == grown
-
-
-def test_growth_of_the_signals_alone(make: Make) -> None:
-    """Many tiles of one row each: more slots, hardly more memory."""
-    ranks = make(2)
-    before = ranks[0].slots, ranks[0].half_bytes
-    for seed in range(2):
-        term = torch.randint(-9, 9, (4, 36 * 64), generator=torch.Generator().manual_seed(seed)).half()
-        outs = run_together([direct.phases("all_reduce", ws, term, algorithm="two_shot") for ws in ranks])
-        for ws, out in zip(ranks, outs, strict=True):
-            ws.check()
-            assert torch.equal(out, 2 * term), f"rank {ws.rank}"
-    assert ranks[0].slots > before[0]
-    assert ranks[0].half_bytes == before[1]
 
 
 @pytest.mark.parametrize("name", OPS if LARGE else OPS[::2])

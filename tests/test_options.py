@@ -5,6 +5,7 @@ Hypothesis draws the calls; PINNED has those that once were wrong, and one of ea
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -22,9 +23,8 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.kernels import gather_matmul
 from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
-from fusedtp.schedules import decomposed, local
+from fusedtp.schedules import decomposed
 
 from .harness import LARGE, spread
 from .oracle import Case, Operands, check_norm, whole
@@ -50,18 +50,15 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) ->
     activation, count = options.get("activation", ""), options.get("count", 0)
     dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
     width = st.sampled_from((70, 5, 37, 16, 1))
-    if activation in GATED:
-        widths = (draw(width),) * 2
-    elif kind == "gather" and not count:
+    if kind == "gather" and not count:
         count = draw(st.integers(1, 2))
-        widths = tuple(draw(width) for _ in range(count))
-    else:
-        widths = tuple(draw(width) for _ in range(max(1, count)))
+    widths = (draw(width),) * 2 if activation in GATED else tuple(draw(width) for _ in range(max(1, count)))
     names = ["x", *(f"w{i}" for i in range(len(widths)))]
-    norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1)
+    norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1, -2)
     unused = st.lists(st.integers(0, len(widths) - 1), max_size=len(widths) - 1, unique=True)
+    shapes = st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66), (2, 7, 3)))
     return Case(
-        kind, dtype, shape=draw(st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66)))), dim=draw(st.sampled_from(dims)),
+        kind, dtype, shape=draw(shapes), dim=draw(st.sampled_from(dims)),
         how=draw(st.sampled_from(HOW)), k_how=draw(st.sampled_from(HOW)), widths=widths,
         biased=tuple(draw(st.booleans()) for _ in widths), activation=activation,
         residual=options.get("residual", False) or (bool(norm) and draw(st.booleans())), norm=norm,
@@ -81,6 +78,8 @@ PINNED = {
     # A wrong digit of a formula is below 16 bits.
     **{f"{name} in float32": Case("gather", FP32, widths=(5,) * (1 + (name in GATED)),
                                   biased=(True,) * (1 + (name in GATED)), activation=name) for name in ACTIVATIONS},
+    # Of dw alone x is kept.
+    "frozen x": Case("gather", FP32, (8,), frozen=("x",)),
     # dx is the sum over all weights, of which one has no gradient and one no use.
     "frozen and unused": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True), frozen=("w0",),
                               unused=(1,)),
@@ -127,31 +126,31 @@ def test_results_and_gradients_are_right(
 
 
 def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
-    """An option sends nothing more; products are kept where a gradient is made of them, and only there."""
+    """An option sends nothing more; products are kept where a gradient is made of them, and made only there."""
     for kind, options in KINDS[::3] if schedule == "fused" else KINDS:
         widths = (16,) * (2 if options.get("activation") in GATED else options.get("count", 1))
         how = {name: each for name, each in options.items() if name != "count"}
         found = []
         for given_ in (how, {}):
             operands = Operands(Case(kind, FP32, (8,), widths=widths, biased=(False,) * len(widths), **given_), group)
-            leaves = operands.leaves()
+            leaves = operands.leaves(dense=True)
             with counting() as forward:
                 outs = operands.call(schedule, leaves)
             with counting() as backward:
                 outs[0].sum().backward()
-            with counting() as frozen, torch.no_grad():
+            name = options.get("activation", "") if given_ else ""
+            made = mock.patch.object(torch, "empty_like", side_effect=AssertionError("a product is made"))
+            with counting() as frozen, torch.no_grad(), made if name else contextlib.nullcontext():
                 operands.call(schedule, leaves)
             assert not backward.saved
             assert not frozen.saved
             own = {each.data_ptr() for each in leaves.values()}
             kept = [each for each in forward.saved if each.data_ptr() not in own]
-            name = options.get("activation", "") if given_ else ""
-            if kind == "gather" and not options.get("norm"):
+            if kind == "gather":
                 assert len(kept) == (len(widths) if name else 0), f"{kind}, {options}: a copy is kept"
-                if name:
-                    # relu's result is what is kept; of the others the products.
-                    results = {each.data_ptr() for each in outs}
-                    assert all((each.data_ptr() in results) == (name in OF_RESULT) for each in kept)
+                # relu's result is what is kept; of the others the products.
+                results = {each.data_ptr() for each in outs}
+                assert all((each.data_ptr() in results) == (name in OF_RESULT) for each in kept)
             found.append((forward.calls, backward.calls))
         (calls, back), (plain, plain_back) = found
         assert calls == plain, f"{kind}, {options}"
@@ -223,65 +222,10 @@ def test_elsewhere(pool: RankPool, name: str) -> None:
     pool.run(elsewhere, ELSEWHERE[name], world_size=2)
 
 
-def where(group: ProcessGroup, schedule: str) -> list[str]:
-    """What `last_path` says of an activation, of a residual, of a norm after it, and of nothing."""
-    x, w, said = torch.randn(4, 24), torch.randn(16, 24), []
-    added = {"residual": torch.ones(4, 16), "norm_weight": torch.ones(16)}
-    fusedtp.all_gather_linear(x, (w, w), group=group, schedule=schedule, activation="geglu")
-    said.append(fusedtp.last_path())
-    for count in (1, 2, 0):
-        more: Any = dict(list(added.items())[:count])
-        fusedtp.linear_all_reduce(x, w, group=group, schedule=schedule, **more)
-        said.append(fusedtp.last_path())
-    return [path.epilogue for path in said if path is not None]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_path_tells_where(pool: RankPool, schedule: str) -> None:
-    at = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}
-    for world_size in (1, 2):
-        there = at[schedule if world_size > 1 else "unfused"]
-        residual = f"residual {there}"
-        for found in pool.run(where, schedule, world_size=world_size):
-            assert found == [f"geglu {there}", residual, f"{residual}, rms_norm after it", ""]
-
-
-def allocated(group: ProcessGroup, schedule: str) -> int:
-    """A task that keeps nothing makes no tensor of the products' shape but its results; one kernel multiplies all."""
-    x, weights, launched = torch.randn(4, 24), [torch.randn(16, 24) for _ in range(2)], []
-    launch = gather_matmul.launch
-
-    def counted(*args: Any) -> Any:
-        launched.append(args)
-        return launch(*args)
-
-    kept = mock.patch.object(local.torch, "empty_like", side_effect=AssertionError("a product is kept"))
-    with kept, mock.patch.object(gather_matmul, "launch", counted), torch.no_grad():
-        fusedtp.all_gather_linear(x, weights[0], group=group, schedule=schedule, activation="gelu")
-        fusedtp.all_gather_linear(x, weights, group=group, schedule=schedule, activation="swiglu")
-    return len(launched)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_nothing_more_is_allocated_without_a_gradient(pool: RankPool, schedule: str) -> None:
-    assert pool.run(allocated, schedule, world_size=2) == [2 * (schedule == "fused")] * 2
-
-
-def rounded_once(group: ProcessGroup, schedule: str) -> None:
-    """1 + 2**-8 and -1 in bfloat16: rounded before the residual is added, nothing would be left."""
-    x = torch.tensor([[1.0 if group.rank() == 0 else 2.0**-8]], dtype=BF16)
-    one, residual = torch.ones(1, 1, dtype=BF16), -torch.ones(1, 1, dtype=BF16)
-    y = fusedtp.linear_all_reduce(x, one, group=group, schedule=schedule, residual=residual)
-    assert y.item() == 2.0**-8
-
-
-@pytest.mark.parametrize("schedule", ["decomposed", "fused"])
-def test_a_residual_is_rounded_once(pool: RankPool, schedule: str) -> None:
-    pool.run(rounded_once, schedule, world_size=2)
-
-
-def the_same_rows(group: ProcessGroup, schedule: str) -> None:
-    """A row has the same bits one-shot, two-shot and scattered, normed too."""
+def summed_alike(group: ProcessGroup, schedule: str) -> None:
+    """A row has the same bits one-shot, two-shot and scattered, normed too. A residual is rounded once: 1 + 2**-8 - 1
+    in bfloat16 is nothing if what it is added to was rounded.
+    """
     found = []
     for kind, algorithm in (("all_reduce", "one_shot"), ("all_reduce", "two_shot"), ("scatter", "auto")):
         operands = Operands(Case(kind, FP32, (33,), widths=(24,), norm="rms_norm", algorithm=algorithm), group)
@@ -290,56 +234,54 @@ def the_same_rows(group: ProcessGroup, schedule: str) -> None:
     rows = [each.split(operands.sizes)[group.rank()] for each in reduced[0]]
     assert all(map(torch.equal, *reduced))
     assert all(map(torch.equal, rows, scattered))
+    x = torch.tensor([[(1.0, 2.0**-8, 0.0)[group.rank()]]], dtype=BF16)
+    one, residual = torch.ones(1, 1, dtype=BF16), -torch.ones(1, 1, dtype=BF16)
+    y = fusedtp.linear_all_reduce(x, one, group=group, schedule=schedule, residual=residual)
+    assert y.item() == 2.0**-8
 
 
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])
 def test_rows_have_their_bits_wherever_they_are_made(pool: RankPool, schedule: str) -> None:
-    pool.run(the_same_rows, schedule, world_size=3)
+    pool.run(summed_alike, schedule, world_size=3)
 
 
 def layers(group: ProcessGroup) -> None:
-    """A layer with an activation, a residual or a norm is the plain layer and then that; its state has the norm's."""
+    """A layer with an activation, a residual or a norm is the plain layer and then that."""
+
+    def made(kind: Any, *features: int, **more: Any) -> Any:
+        torch.manual_seed(3)
+        return kind(*features, group=group, **more)
+
+    rank = group.rank()
     for sequence_parallel, sizes in itertools.product((True, False), (None, (5, 3))):
-        options: dict[str, Any] = {"group": group, "sequence_parallel": sequence_parallel, "feature_sizes": sizes}
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(int(sequence_parallel) and group.rank()))
-        made = []
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "feature_sizes": sizes}
+        x, found = whole((4, 6), FP32, rank * sequence_parallel), []
         for more in ({"activation": "silu"}, {}):
-            torch.manual_seed(3)
-            layer = fusedtp.ColumnParallelLinear(6, 8, **options, **more)  # type: ignore[arg-type]
+            layer = made(fusedtp.ColumnParallelLinear, 6, 8, **options, **more)
             y = layer(x) if more else F.silu(layer(x))
             y.sum().backward()
-            made.append((y.detach(), layer.weight.grad.to_local()))  # type: ignore[union-attr]
+            found.append((y.detach(), layer.weight.grad.to_local()))
             assert ("activation='silu'" in repr(layer)) == bool(more)
-        torch.testing.assert_close(*made)
-        norm: Any = "rms_norm" if sequence_parallel else "layer_norm"
-        torch.manual_seed(4)
-        layer = fusedtp.RowParallelLinear(8, 8, **options, norm=norm, dtype=FP64)
-        torch.manual_seed(4)
-        plain = fusedtp.RowParallelLinear(8, 8, **options, dtype=FP64)
-        rows, features = whole((4, 8), FP64, 1), layer.feature_sizes
-        mine, rank = rows.split(features, -1)[group.rank()], group.rank()
+        torch.testing.assert_close(*found)
+        norm = "rms_norm" if sequence_parallel else "layer_norm"
+        layer = made(fusedtp.RowParallelLinear, 8, 8, **options, norm=norm, dtype=FP64)
+        plain = made(fusedtp.RowParallelLinear, 8, 8, **options, dtype=FP64)
+        mine = whole((4, 8), FP64, 1).split(layer.feature_sizes, -1)[rank]
         residual = whole((4, 8), FP64, 2)[slice(2 * rank, 2 * rank + 2) if sequence_parallel else slice(None)]
-        (normed, y), parameter = layer(mine, residual), torch.ones(8, dtype=FP64)
+        normed, y = layer(mine, residual)
         torch.testing.assert_close(y, plain(mine) + residual)
-        given = {"norm": norm, "norm_eps": 1e-6, "norm_weight": parameter}
-        check_norm(normed.detach(), y.detach(), given | ({"norm_bias": 0 * parameter} if not sequence_parallel else {}))
+        given = {"norm": norm, "norm_eps": 1e-6, "norm_weight": torch.ones(8, dtype=FP64)}
+        given |= {} if sequence_parallel else {"norm_bias": torch.zeros(8, dtype=FP64)}
+        check_norm(normed.detach(), y.detach(), given)
         normed.square().sum().backward()
-        grads = [layer.norm_weight.grad.full_tensor(), layer.bias.grad.full_tensor()]  # type: ignore[union-attr]
         # 2 normed^2, added up over all rows.
         total = 2 * normed.detach().square().sum(0)
         total = fusedtp.all_reduce(total, group=group) if sequence_parallel else total
-        torch.testing.assert_close(grads[0], total)
-        state = layer.state_dict()
-        assert ("norm_weight" in state, "norm_bias" in state) == (True, norm == "layer_norm")
-        with torch.no_grad():
-            layer.norm_weight.mul_(2)  # type: ignore[union-attr]
-        layer.load_state_dict(state)
-        layer.reset_parameters()
-        assert torch.equal(layer.norm_weight.full_tensor(), parameter)  # type: ignore[union-attr]
-    torch.manual_seed(4)
-    layer = fusedtp.FSDPLinear(6, 8, group=group, activation="relu")
-    torch.manual_seed(4)
-    torch.testing.assert_close(layer(x), F.relu(fusedtp.FSDPLinear(6, 8, group=group)(x)))
+        torch.testing.assert_close(layer.norm_weight.grad.full_tensor(), total)
+        names = {"norm_weight"} if sequence_parallel else {"norm_weight", "norm_bias"}
+        assert {name for name in layer.state_dict() if "norm" in name} == names
+    one, other = (made(fusedtp.FSDPLinear, 6, 8, activation=name) for name in ("relu", None))
+    torch.testing.assert_close(one(x), F.relu(other(x)))
 
 
 def test_layers(pool: RankPool) -> None:

@@ -112,20 +112,3 @@ RIGHT, TOLD = ["right", "right"], ["right", "PeerTimeout"]
 def test_what_must_come_of_a_step(kind: str, everyone: list[list[str]], fault: str) -> None:
     (step, *_) = program(1, 1, 2)
     assert wrong(replace(step, kind=kind), everyone) == fault
-
-
-class Failing:
-    """A pool in which some program fails."""
-
-    world_size = 2
-
-    def run(self, fn: object, *args: object, **options: object) -> list[Counter[str]]:
-        raise RankError({1: "raised"})
-
-
-def test_a_failure_says_how_to_make_it_again() -> None:
-    with pytest.raises(RankError) as caught:
-        run_programs(Failing(), 400, seed=5, first=30)  # type: ignore[arg-type]
-    (note,) = caught.value.__notes__
-    assert "among programs 30 to 39" in note
-    assert note.endswith("nox -s soak -- --programs --seed 5 --world-size 2 --first NUMBER --calls 40")

@@ -35,7 +35,7 @@ def summed(parts: list[Tensor], bias: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_correct_results_pass_and_mistakes_do_not(M: int, N: int, K: int, world_size: int, dtype: torch.dtype) -> None:
     a, b, bias = inputs(M, N, K, dtype)
@@ -66,42 +66,29 @@ def test_correct_results_pass_and_mistakes_do_not(M: int, N: int, K: int, world_
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_backend_that_sums_in_the_dtype_passes(dtype: torch.dtype) -> None:
+def test_sums_without_a_matmul_and_in_the_dtype(dtype: torch.dtype) -> None:
     a, b, _ = inputs(64, 48, 512, dtype)
-    out = torch.stack(partials(a, b, 4))
-    in_dtype = out[3] + (out[2] + (out[1] + out[0]))
+    parts = partials(a, b, 4)
+    in_dtype, ref = parts[3] + (parts[2] + (parts[1] + parts[0])), reference.matmul(a, b)
     allowed = reference.bound(a, b, dtype, 4, sum_dtype=dtype)
-    reference.check(in_dtype, reference.matmul(a, b), allowed, "summed in its dtype")
+    reference.check(in_dtype, ref, allowed, "summed by a backend in its dtype")
     with pytest.raises(AssertionError, match="no rank 0"):
-        reference.check(in_dtype - out[0], reference.matmul(a, b), allowed, "no rank 0")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain_sums(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    parts = [torch.randn(37, 5).to(dtype) for _ in range(4)]
-    ref, allowed = reference.total(parts), reference.total_bound(parts, dtype)
-    reference.check(summed(parts), ref, allowed, "sum")
+        reference.check(in_dtype - parts[0], ref, allowed, "no rank 0")
+    reference.check(summed(parts), reference.total(parts), reference.total_bound(parts, dtype), "sum")
     with pytest.raises(AssertionError, match="a missing rank"):
-        reference.check(summed(parts[1:]), ref, allowed, "a missing rank")
+        reference.check(
+            summed(parts[1:]), reference.total(parts), reference.total_bound(parts, dtype), "a missing rank"
+        )
 
 
 def test_uneven_and_empty_parts_of_k() -> None:
     a, b, _ = inputs(8, 8, 100, torch.bfloat16)
-    assert torch.equal(
-        reference.bound(a, b, torch.bfloat16, k_sizes=(100,)), reference.bound(a, b, torch.bfloat16, world_size=1)
-    )
-    reference.bound(a, b, torch.bfloat16, k_sizes=(0, 99, 1))
+    one, same = (reference.bound(a, b, torch.bfloat16, **how) for how in ({"k_sizes": (100,)}, {"world_size": 1}))  # type: ignore
+    assert torch.equal(one, same)
+    assert bool(reference.bound(a, b, torch.bfloat16, k_sizes=(0, 99, 1)).isfinite().all())
     nothing = reference.bound(a[:, :0], b[:0], torch.bfloat16, world_size=3)
     assert nothing.shape == (8, 8)
     assert float(nothing.max()) < 1e-30
-
-
-def test_chunks_join_to_the_whole() -> None:
-    whole = torch.randn(7, 5)
-    for dim, sizes in ((0, (3, 0, 4)), (1, (1, 2, 2))):
-        parts = [reference.chunk(whole, dim, rank, sizes) for rank in range(3)]
-        assert torch.equal(torch.cat(parts, dim), whole)
 
 
 def test_check_names_the_worst_element() -> None:

@@ -13,7 +13,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +24,6 @@ from torch.distributed import ProcessGroup
 from fusedtp.bench.ranks import RankPool
 from fusedtp.schedules import decomposed
 from fusedtp.schedules import local as padding
-from fusedtp.schedules.verbs import Product
 from fusedtp.workspaces import generation, registry
 
 from .soak.mixed import OPS, Call, Operands, draw
@@ -107,57 +105,6 @@ def calls(seed: int, number: int, world_size: int, schedules: tuple[str, ...]) -
     return found
 
 
-def is_wrong(operands: Operands, group: ProcessGroup, few_rows: int, *, raises: bool) -> bool:
-    """Whether the call's results are wrong, or AssertionError. few_rows: up to so many are multiplied together."""
-    with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
-        # What has been prepared for another one is prepared anew.
-        generation.changed()
-        results = operands.run(group)
-    try:
-        operands.check(results)
-    except AssertionError:
-        if raises:
-            raise
-        return True
-    return False
-
-
-def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], padded: bool) -> list[int]:
-    """`leaking`'s counts, and wrong results, of every call three times over poison.
-
-    With `padded` what is taken out of an arena has poison beside its rows, and results may be wrong.
-    """
-    add, wrong = decomposed.DecomposedGather._add, 0
-
-    def beside_poison(product: Product, rows: Tensor, *more: Any) -> None:
-        if in_an_arena(rows):
-            # As it lies there.
-            chunk = rows if rows.stride(1) == 1 else rows.t()
-            wide = chunk.new_full((chunk.shape[0], chunk.shape[1] + 3), float("nan"))
-            wide[:, :-3] = chunk
-            rows = wide[:, :-3] if chunk is rows else wide[:, :-3].t()
-        add(product, rows, *more)
-
-    patched = mock.patch.object(decomposed.DecomposedGather, "_add", staticmethod(beside_poison if padded else add))
-    # Arenas need no copies of what lies in them.
-    with leaking() as counts, patched, on_a_machine(False):
-        for call in calls(7, number, group.size(), schedules):
-            operands = Operands(call, group.rank())
-            # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
-            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2):
-                poison(group)
-                wrong += is_wrong(operands, group, few_rows, raises=not padded)
-    generation.changed()
-    dist.barrier(group=group)
-    return [*counts, wrong]
-
-
-@contextmanager
-def on_a_machine(with_amx: bool) -> Iterator[None]:
-    with mock.patch.object(padding, "_has_amx", return_value=with_amx):
-        yield
-
-
 def with_poison_beside(x: Tensor) -> Tensor:
     if x.ndim != 2:
         return x
@@ -165,19 +112,32 @@ def with_poison_beside(x: Tensor) -> Tensor:
     return wide[:-1, 2:-3].copy_(x.detach()).requires_grad_(x.requires_grad)
 
 
-def run_views(group: ProcessGroup, number: int, with_amx: bool) -> int:
-    """How many of so many calls, of views that have NaN beside them, had wrong results."""
+def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], views: bool, with_amx: bool) -> list[int]:
+    """`leaking`'s counts of so many calls, each several times over poison, and how many had wrong results. `views`:
+    operands have NaN beside them.
+    """
     wrong = 0
-    with leaking(), on_a_machine(with_amx):
-        for call in calls(11, number, group.size(), ("decomposed", "unfused")):
+    with leaking() as counts, mock.patch.object(padding, "_has_amx", return_value=with_amx):
+        for call in calls(11 if views else 7, number, group.size(), schedules):
             operands = Operands(call, group.rank())
-            operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
-            operands.dy = with_poison_beside(operands.dy)
-            for few_rows in (decomposed.FEW_ROWS, 2):
-                wrong += is_wrong(operands, group, few_rows, raises=False)
+            if views:
+                operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
+                operands.dy = with_poison_beside(operands.dy)
+            # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
+            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2)[views:]:
+                if not views:
+                    poison(group)
+                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+                    # What has been prepared for another one is prepared anew.
+                    generation.changed()
+                    results = operands.run(group)
+                try:
+                    operands.check(results)
+                except AssertionError:
+                    wrong += 1
     generation.changed()
     dist.barrier(group=group)
-    return wrong
+    return [*counts, wrong]
 
 
 def test_the_model_of_the_library_leaks() -> None:
@@ -192,22 +152,21 @@ def test_the_model_of_the_library_leaks() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_poison_beside_rows_reaches_no_result(world_size: int, pool: RankPool) -> None:
+    """Arenas need no copies of what lies in them."""
     everywhere = 4 * len(OPS)
-    for counts in pool.run(run, everywhere, ("decomposed", "unfused"), False, world_size=world_size):
-        assert counts[0] > everywhere
-        assert counts[1] > len(OPS), "matmuls out of an arena"
-    pool.run(run, len(OPS), ("fused",), False, world_size=world_size)
+    for narrow, from_arena, wrong in pool.run(
+        run, everywhere, ("decomposed", "unfused"), False, False, world_size=world_size
+    ):
+        assert narrow > everywhere
+        assert from_arena > len(OPS), "matmuls out of an arena"
+        assert not wrong
+    assert not any(found[-1] for found in pool.run(run, len(OPS), ("fused",), False, False, world_size=world_size))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_view_has_beside_it_reaches_no_result(world_size: int, pool: RankPool) -> None:
     """By copies of such views on machines with AMX, which are found missing."""
-    number = 4 * len(OPS)
-    assert pool.run(run_views, number, True, world_size=world_size) == [0] * world_size
+    given = 4 * len(OPS), ("decomposed", "unfused"), True
+    assert not any(found[-1] for found in pool.run(run, *given, True, world_size=world_size))
     # One rank's is F.linear without AMX, which `leaking` leaves as it is.
-    assert world_size == 1 or max(pool.run(run_views, number, False, world_size=world_size)) > 0
-
-
-def test_rows_of_an_arena_with_poison_beside_them_are_found(pool: RankPool) -> None:
-    wrong = [counts[2] for counts in pool.run(run, 2 * len(OPS), ("decomposed",), True, world_size=2)]
-    assert min(wrong) > 0
+    assert world_size == 1 or max(found[-1] for found in pool.run(run, *given, False, world_size=world_size)) > 0

@@ -1,4 +1,4 @@
-"""torch.func and the other ways to differentiate: right, or refused with a reason; never a number that is wrong."""
+"""torch.func, results changed in place, and the other ways to differentiate: right, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
 import fusedtp
+from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
 from fusedtp.bench.ranks import RankPool
 
 FORWARD_MODE, SECOND, DTENSORS = "forward-mode differentiation", "second derivatives of", "that are DTensors"
 SCHEDULES = ("unfused", "decomposed")
+Function = Callable[[Tensor, Tensor], Tensor]
 # As many rows of y on every rank: jacrev makes a call for each of its elements.
 IN, OUT, ROWS = 6, 4, 4
 
 
-def functions(group: ProcessGroup, schedule: str) -> dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]]:
+def functions(group: ProcessGroup, schedule: str) -> dict[str, tuple[Function, int]]:
     """Each of x and a weight, with the columns of x; collectives take no weight."""
     options: dict[str, Any] = {"group": group, "schedule": schedule}
     rows = (ROWS,) * group.size()
@@ -50,101 +55,77 @@ def same(got: Tensor, expected: Tensor, name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, msg=lambda text: f"{name}: {text}")
 
 
-def transformed(group: ProcessGroup, schedule: str) -> None:
-    for name, (function, columns) in functions(group, schedule).items():
-        x, w = operands(group, columns)
-        takes_w = columns == IN
+def reverse_mode(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return function(x, w).square().sum()
 
-        def loss(x: Tensor, w: Tensor, function: Any = function) -> Tensor:
-            return function(x, w).square().sum()  # type: ignore[no-any-return]
-
-        leaves = (x.clone().requires_grad_(), w.clone().requires_grad_())
-        expected = torch.autograd.grad(loss(*leaves), leaves[: 1 + takes_w])
-        for got, ref in zip(grad(loss, tuple(range(1 + takes_w)))(x, w), expected, strict=True):
-            same(got, ref, f"grad of {name}")
-        y, pull = vjp(lambda x: function(x, w), x)  # noqa: B023
-        same(pull(2 * y)[0], expected[0], f"vjp of {name}")
-        batch = torch.stack((x, -2 * x, 0 * x))
-        same(vmap(function, (0, None))(batch, w), torch.stack((y, -2 * y, 0 * y)), f"vmap of {name}")
-        # Linear: its Jacobian times x is y.
-        jacobian = jacrev(function)(x, w)
-        same(jacobian.flatten(-2) @ x.flatten(), _pulled(y, pull, x), f"jacrev of {name}")
-
-
-def _pulled(y: Tensor, pull: Callable[[Tensor], tuple[Tensor]], x: Tensor) -> Tensor:
-    # The same one row at a time.
+    leaves = (x.clone().requires_grad_(), w.clone().requires_grad_())
+    expected = torch.autograd.grad(loss(*leaves), leaves[: 1 + takes_w])
+    for got, ref in zip(grad(loss, tuple(range(1 + takes_w)))(x, w), expected, strict=True):
+        same(got, ref, f"grad of {name}")
+    y, pull = vjp(lambda x: function(x, w), x)
+    same(pull(2 * y)[0], expected[0], f"vjp of {name}")
+    batch = torch.stack((x, -2 * x, 0 * x))
+    same(vmap(function, (0, None))(batch, w), torch.stack((y, -2 * y, 0 * y)), f"vmap of {name}")
+    # Linear: its Jacobian times x is y. The same one row at a time.
     rows = torch.eye(y.numel(), dtype=y.dtype).view(-1, *y.shape)
-    return torch.stack([(pull(row)[0] * x).sum() for row in rows]).view(y.shape)
+    pulled = torch.stack([(pull(row)[0] * x).sum() for row in rows]).view(y.shape)
+    same(jacrev(function)(x, w).flatten(-2) @ x.flatten(), pulled, f"jacrev of {name}")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_reverse_mode_of_torch_func(pool: RankPool, world_size: int, schedule: str) -> None:
-    pool.run(transformed, schedule, world_size=world_size)
-
-
-def forward_mode(group: ProcessGroup, schedule: str) -> None:
-    for function, columns in functions(group, schedule).values():
-        x, w = operands(group, columns)
-        refused(lambda: jvp(lambda x: function(x, w), (x,), (x,)), FORWARD_MODE)  # noqa: B023
-        refused(lambda: jacfwd(function)(x, w), FORWARD_MODE)  # noqa: B023
-        refused(lambda: hessian(lambda x: function(x, w).square().sum())(x), FORWARD_MODE)  # noqa: B023
-        for leaf in (x, x.clone().requires_grad_()):
-            with forward_ad.dual_level():
-                refused(lambda: function(forward_ad.make_dual(leaf, x), w), FORWARD_MODE)  # noqa: B023
-                # A level without a tangent is nobody's business.
-                same(function(leaf, w).detach(), function(x, w), "in a dual level")
-        if columns == IN:
-            refused(lambda: jvp(lambda w: function(x, w), (w,), (w,)), FORWARD_MODE)  # noqa: B023
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_forward_mode_is_refused(pool: RankPool, schedule: str) -> None:
+def forward_mode(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
     """It was a tangent of zeros."""
-    pool.run(forward_mode, schedule, world_size=2)
+    refused(lambda: jvp(lambda x: function(x, w), (x,), (x,)), FORWARD_MODE)
+    refused(lambda: hessian(lambda x: function(x, w).square().sum())(x), FORWARD_MODE)
+    for leaf in (x, x.clone().requires_grad_()):
+        with forward_ad.dual_level():
+            refused(lambda: function(forward_ad.make_dual(leaf, x), w), FORWARD_MODE)  # noqa: B023
+            # A level without a tangent is nobody's business.
+            same(function(leaf, w).detach(), function(x, w), f"{name} in a dual level")
+    if takes_w:
+        refused(lambda: jvp(lambda w: function(x, w), (w,), (w,)), FORWARD_MODE)
 
 
-def second_derivatives(group: ProcessGroup, schedule: str) -> None:
+def second_derivatives(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
+    x, w = x.requires_grad_(), w.requires_grad_()
+    (dx,) = torch.autograd.grad(function(x, w).square().sum(), x, create_graph=True)
+    assert torch.isfinite(dx).all()
+    if takes_w:
+        # x is in the sum on its own too: without a path to it the first term would be lost in silence.
+        for leaf in (x, w):
+            refused(lambda: torch.autograd.grad(dx.sum() + leaf.sum(), leaf), SECOND)  # noqa: B023
+        twice = grad(lambda x: grad(lambda x: function(x, w.detach()).square().sum())(x).sum())
+        refused(lambda: twice(x), SECOND)
+        return
+    # A collective is linear, and so is its gradient: the second one is that of x @ A.T @ A @ x.
+    (second,) = torch.autograd.grad(dx.sum(), x)
+    ones = torch.ones_like(x).requires_grad_()
+    (expected,) = torch.autograd.grad(function(ones, w).square().sum(), ones)
+    same(second, expected, f"second derivative of {name}")
+
+
+def batched_gradients(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
+    """They were numbers out of memory that was another's."""
+    inputs = (x.requires_grad_(), w.requires_grad_())[: 1 + takes_w]
+    y = function(x, w)
+    dy = torch.randn(3, *y.shape, dtype=y.dtype)
+    got = torch.autograd.grad(y, inputs, dy, is_grads_batched=True, retain_graph=True)
+    rows = [torch.autograd.grad(y, inputs, each, retain_graph=True) for each in dy]
+    for out, refs in zip(got, zip(*rows, strict=True), strict=True):
+        same(out, torch.stack(refs), f"batched gradients of {name}")
+
+
+def of_every_function(group: ProcessGroup, schedule: str, check: Callable[..., None]) -> None:
     for name, (function, columns) in functions(group, schedule).items():
-        x, w = (each.requires_grad_() for each in operands(group, columns))
-        (dx,) = torch.autograd.grad(function(x, w).square().sum(), x, create_graph=True)
-        assert torch.isfinite(dx).all()
-        if columns == IN:
-            # x is in the sum on its own too: without a path to it the first term would be lost in silence.
-            for leaf in (x, w):
-                refused(lambda: torch.autograd.grad(dx.sum() + leaf.sum(), leaf), SECOND)  # noqa: B023
-            twice = grad(lambda x: grad(lambda x: function(x, w.detach()).square().sum())(x).sum())  # noqa: B023
-            refused(lambda: twice(x), SECOND)  # noqa: B023
-            continue
-        # A collective is linear, and so is its gradient: the second one is that of x @ A.T @ A @ x.
-        (second,) = torch.autograd.grad(dx.sum(), x)
-        ones = torch.ones_like(x).requires_grad_()
-        (expected,) = torch.autograd.grad(function(ones, w).square().sum(), ones)
-        same(second, expected, f"second derivative of {name}")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_second_derivatives(pool: RankPool, schedule: str) -> None:
-    pool.run(second_derivatives, schedule, world_size=2)
-
-
-def batched_gradients(group: ProcessGroup, schedule: str) -> None:
-    for name, (function, columns) in functions(group, schedule).items():
-        x, w = (each.requires_grad_() for each in operands(group, columns))
-        inputs = (x, w) if columns == IN else (x,)
-        y = function(x, w)
-        dy = torch.randn(3, *y.shape, dtype=y.dtype)
-        got = torch.autograd.grad(y, inputs, dy, is_grads_batched=True, retain_graph=True)
-        rows = [torch.autograd.grad(y, inputs, each, retain_graph=True) for each in dy]
-        for out, refs in zip(got, zip(*rows, strict=True), strict=True):
-            same(out, torch.stack(refs), f"batched gradients of {name}")
+        check(name, function, *operands(group, columns), columns == IN)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_batched_gradients(pool: RankPool, schedule: str) -> None:
-    """They were numbers out of memory that was another's."""
-    pool.run(batched_gradients, schedule, world_size=2)
+@pytest.mark.parametrize("check", [reverse_mode, forward_mode, second_derivatives, batched_gradients])
+def test_every_function(pool: RankPool, check: Callable[..., None], schedule: str) -> None:
+    for world_size in (1, 2) if check is reverse_mode else (2,):
+        pool.run(of_every_function, schedule, check, world_size=world_size)
 
 
 def of_layers(group: ProcessGroup, schedule: str) -> None:
@@ -184,3 +165,56 @@ def of_layers(group: ProcessGroup, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers(pool: RankPool, schedule: str) -> None:
     pool.run(of_layers, schedule, world_size=2)
+
+
+def changed_in_place(group: ProcessGroup, schedule: str) -> None:
+    """What is changed in place, and the same out of place."""
+    torch.manual_seed(16)
+    x, w, v = (torch.randn(*shape).double().requires_grad_() for shape in ((2, 4, 8), (6, 8), (6, 8)))
+    options: dict[str, Any] = {"group": group, "schedule": schedule}
+    calls: dict[str, Callable[[], tuple[Tensor, ...]]] = {
+        "one weight": lambda: (fusedtp.all_gather_linear(x, w, gather_dim=1, **options),),
+        "two weights": lambda: fusedtp.all_gather_linear(x, (w, v), gather_dim=1, **options),
+        "relu of two": lambda: fusedtp.all_gather_linear(x, (w, v), activation="relu", gather_dim=1, **options),
+        "reduce-scatter": lambda: (fusedtp.linear_reduce_scatter(x, w, scatter_dim=1, **options),),
+        "all-reduce": lambda: (fusedtp.linear_all_reduce(x, w, **options),),
+    }
+
+    def gradients(call: Callable[[], tuple[Tensor, ...]], change: Callable[..., Tensor]) -> tuple[Tensor | None, ...]:
+        loss = torch.stack([change(y, -0.5, 0.5).square().sum() for y in call()]).sum()
+        return torch.autograd.grad(loss, (x, w, v), allow_unused=True)
+
+    for name, call in calls.items():
+        if name == "relu of two":
+            # What its gradient is made of must not be changed, of which torch tells.
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                gradients(call, Tensor.clamp_)
+            continue
+        for expected, found in zip(gradients(call, Tensor.clamp), gradients(call, Tensor.clamp_), strict=True):
+            assert (expected is None) == (found is None)
+            assert expected is None or (found is not None and torch.equal(found, expected)), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_results_changed_in_place(pool: RankPool, schedule: str) -> None:
+    pool.run(changed_in_place, schedule, world_size=2)
+
+
+def between(group: ProcessGroup) -> None:
+    torch.manual_seed(17)
+    dense = nn.Sequential(nn.Linear(8, 12), nn.ReLU(inplace=True), nn.Linear(12, 8), nn.ReLU(inplace=True)).double()
+    plan = {"0": FusedColwiseParallel(input_layouts=Shard(1)), "2": FusedRowwiseParallel(output_layouts=Shard(1))}
+    x = torch.randn(2, 6, 8).double()
+    dense(x).square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in dense.named_parameters()}
+    dense.zero_grad()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = parallelize_module(dense, mesh, plan)  # type: ignore[arg-type]
+    model(x.chunk(2, 1)[group.rank()]).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name])
+
+
+def test_an_activation_in_place_between_styles(pool: RankPool) -> None:
+    pool.run(between, world_size=2)

@@ -30,10 +30,7 @@ def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> 
     found = compare_bits(settings, world_sizes)
     assert [(ranks, batch) for ranks, batch, *_ in found] == [(n, batch) for n in world_sizes for batch in (1, 8)]
     assert all(same == (far == 0) for *_, same, far in found)
-    if order == "tree":
-        assert all(same for _, _, same, _ in found)
-    else:
-        assert not all(same for _, _, same, _ in found)
+    assert all(same for _, _, same, _ in found) == (order == "tree")
 
 
 def logits(group: ProcessGroup, order: str, sequence_parallel: bool) -> Tensor:
@@ -85,22 +82,15 @@ def refused(group: ProcessGroup) -> None:
     with pytest.raises(RanksDisagree, match="order"):
         fusedtp.parallelize(model, mesh, order="tree-16" if group.rank() else "tree")
 
-
-@needs_transformers
-def test_styles_that_cannot_are_refused(pool: RankPool) -> None:
-    pool.run(refused, world_size=2)
-
-
-def norm_refused(group: ProcessGroup) -> None:
-    """OLMo2's norms of queries and keys: their sums are added in the order of ranks."""
+    # OLMo2's norms of queries and keys: their sums are added in the order of ranks.
     with pytest.raises(NotImplementedError, match=r"order 'tree' is not kept by .*_norm, a norm over features"):
         decoder_plan(decoder("OLMo2"), 2, order="tree")
     decoder_plan(decoder("OLMo2"), 2, order="rank")
 
 
 @needs_transformers
-def test_a_norm_over_what_ranks_share_is_refused(pool: RankPool) -> None:
-    pool.run(norm_refused, world_size=1)
+def test_styles_that_cannot_are_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
 
 
 def gradients(group: ProcessGroup) -> list[Tensor]:

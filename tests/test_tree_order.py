@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedtp
 from fusedtp import activations, reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.arguments import leaves_in
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
@@ -62,40 +61,43 @@ class Case:
         cut = x.split(sizes or even_sizes(x.shape[dim], self.size), dim)
         return cut[self.rank].contiguous().detach().requires_grad_()
 
-    def whole(self, x: Tensor | None, dim: int) -> Tensor:
+    def whole(self, x: Tensor | None, dim: int | None) -> Tensor:
+        """Joined along `dim`; None for what is the same on all ranks."""
         assert x is not None
-        return whole(x, dim, self.group)
+        return x.detach() if dim is None else whole(x, dim, self.group)
+
+    def joined(
+        self, y: Tensor, dim: int, leaves: dict[Tensor, int | None], dy: Tensor | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """y, of which this rank has a part along `dim`, and the gradients of the leaves of it."""
+        y.backward(self.part(self.dy if dy is None else dy, dim, sizes).detach())
+        return [self.whole(y, dim), *(self.whole(leaf.grad, its) for leaf, its in leaves.items())]
 
 
 def gathered(case: Case) -> list[Tensor]:
     x, w, b = case.part(case.x, 0, case.sizes), case.part(case.w, 0), case.part(case.b, 0)
     y = fusedtp.all_gather_linear(x, w, b, sizes=case.sizes, **case.options)
-    y.backward(case.part(case.dy, 1).detach())
-    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 0), (w.grad, 0), (b.grad, 0))]
+    return case.joined(y, 1, {x: 0, w: 0, b: 0})
 
 
 def gathered_features(case: Case) -> list[Tensor]:
     x, w = case.part(case.x, 1), case.part(case.w, 0)
-    y = fusedtp.all_gather_linear(x, w, gather_dim=-1, **case.options)
-    y.backward(case.part(case.dy, 1).detach())
-    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 1), (w.grad, 0))]
+    return case.joined(fusedtp.all_gather_linear(x, w, gather_dim=-1, **case.options), 1, {x: 1, w: 0})
 
 
 def several(case: Case) -> list[Tensor]:
     x, gate, up = case.part(case.x, 0), case.part(case.w, 0), case.part(case.w.flip(0), 0)
     sizes = even_sizes(M, case.size)
     y = fusedtp.all_gather_linear(x, (gate, up), (None, None), activation="swiglu", sizes=sizes, **case.options)
-    y.backward(case.part(case.dy, 1).detach())
-    return [case.whole(each, dim) for each, dim in ((y, 1), (x.grad, 0), (gate.grad, 0), (up.grad, 0))]
+    return case.joined(y, 1, {x: 0, gate: 0, up: 0})
 
 
 def scattered(case: Case) -> list[Tensor]:
     x, w, b, residual = case.part(case.x, 1), case.part(case.w, 1), case.b.clone().requires_grad_(), case.residual
     own = case.part(residual, 0, case.sizes)
     y = fusedtp.linear_reduce_scatter(x, w, b, residual=own, sizes=case.sizes, **case.options)
-    y.backward(case.part(case.dy, 0, case.sizes).detach())
-    assert b.grad is not None
-    return [*(case.whole(each, dim) for each, dim in ((y, 0), (x.grad, 1), (w.grad, 1), (own.grad, 0))), b.grad]
+    return case.joined(y, 0, {x: 1, w: 1, own: 0, b: None}, sizes=case.sizes)
 
 
 def reduced(case: Case, algorithm: str = "one_shot") -> list[Tensor]:
@@ -105,9 +107,8 @@ def reduced(case: Case, algorithm: str = "one_shot") -> list[Tensor]:
         x, w, b, residual=case.residual, norm_weight=scale, algorithm=algorithm, **case.options
     )
     (normed * case.dy + y).sum().backward()
-    assert b.grad is not None
-    assert scale.grad is not None
-    return [normed.detach(), y.detach(), case.whole(x.grad, 1), case.whole(w.grad, 1), b.grad, scale.grad]
+    grads = {x: 1, w: 1, b: None, scale: None}
+    return [normed.detach(), y.detach(), *(case.whole(leaf.grad, dim) for leaf, dim in grads.items())]
 
 
 def two_shot(case: Case) -> list[Tensor]:
@@ -124,9 +125,7 @@ def fully_sharded(case: Case) -> list[Tensor]:
         ),
         use_reentrant=False,
     )  # fmt: skip
-    y.backward(case.part(dy, 0).detach())
-    assert b.grad is not None
-    return [*(case.whole(each, 0) for each in (y, mine.grad, w.grad)), b.grad]
+    return case.joined(y, 0, {mine: 0, w: 0, b: None}, dy)
 
 
 def batch_first(case: Case) -> list[Tensor]:
@@ -138,10 +137,8 @@ def batch_first(case: Case) -> list[Tensor]:
     for layer in (column, row):
         layer.reset_parameters()
     mine = case.part(x, 1)
-    y = row(F.relu(column(mine)))
-    y.backward(case.part(dy @ case.w, 1).detach())
-    grads = [each.grad.full_tensor() for each in (*column.parameters(), *row.parameters())]
-    return [case.whole(y, 1), case.whole(mine.grad, 1), *grads]
+    found = case.joined(row(F.relu(column(mine))), 1, {mine: 1}, dy @ case.w)
+    return found + [each.grad.full_tensor() for each in (*column.parameters(), *row.parameters())]
 
 
 FORMS = (gathered, gathered_features, several, scattered, reduced, two_shot, fully_sharded, batch_first)
@@ -245,10 +242,6 @@ def apart(group: ProcessGroup, what: str) -> None:
 @pytest.mark.parametrize("what", ["length", "leaves", "order"])
 def test_ranks_that_mean_other_trees_are_told(pool: RankPool, what: str) -> None:
     pool.run(apart, what, world_size=2)
-
-
-def test_orders() -> None:
-    assert [leaves_in(each) for each in ("rank", "tree", "tree-1", "tree-64")] == [0, 8, 1, 64]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

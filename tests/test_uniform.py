@@ -1,5 +1,5 @@
 """The data flow that finds decisions which threads do not share, on programs of a few lines; `test_kernels_offline`
-asks it of every compiled kernel and of broken ones.
+asks it of every compiled kernel and of broken ones, which have loops left by what each thread has loaded.
 """
 
 from __future__ import annotations
@@ -10,51 +10,39 @@ from .compiled.assembly import amdgcn, ptx
 from .compiled.blocks import with_tails_made_one
 from .compiled.uniform import AMDGCN, PTX, barriers_apart
 
-# A word of the table's first arena in %rd2, and whether this is the first thread in %p1.
+# Whether this is the first thread in %p1; whoever takes the branch goes round what is between.
 _BEGIN = """
-ld.param.b64 %rd1, [table];
-ld.global.b64 {{ %rd2 }}, [ %rd1 + 0 ];
 mov.u32 %r1, %tid.x;
 setp.eq.b32 %p1, %r1, 0;
+mov.b32 %r4, 0;
 {}
 ret;
 """
-_ALONE = "ld.global.b32 {{ %r2 }}, [ {} + 8 ];"
-_TOLD = "@%p1 ld.global.sys.relaxed.b32 %r3, [ %rd2 + 8 ];\n@%p1 st.shared.b32 [ %r9 + 0 ], %r3;\nbar.sync 0;\n"
-_TOLD += "ld.shared.b32 %r2, [global_smem];"
-_LOOP = """
-$L__1:
-bar.sync 0;
-{}
-setp.ne.b32 %p2, %r2, 0;
-@%p2 bra $L__1;
-"""
 _BRANCH = """
 setp.ne.b32 %p2, {}, 0;
-@%p2 bra $L__2;
+@%p2 bra $L__{label};
 {}
-$L__2:
+$L__{label}:
 {}
 """
+
+
+def _decided_by(value: str) -> str:
+    """A barrier for threads whose %r4 is 0, where some threads and then all have given it a value."""
+    return _BRANCH.format("%r1", "mov.b32 %r4, 1;", value, label=2) + _BRANCH.format("%r4", "bar.sync 0;", "", label=3)
 
 
 @pytest.mark.parametrize(
     ("body", "apart"),
     [
-        pytest.param(_LOOP.format(_ALONE.format("%rd2")), True, id="a loop left by a word that each has loaded"),
-        pytest.param(_LOOP.format(_TOLD), False, id="by a word that one has loaded"),
-        pytest.param(_LOOP.format(_ALONE.format("%rd1")), False, id="by a table of the launch"),
-        pytest.param(_TOLD + _LOOP.format("add.s32 %r2, %r2, 1;"), False, id="by a count"),
-        pytest.param(_BRANCH.format("%r1", "bar.sync 0;", ""), True, id="a barrier for some threads"),
-        pytest.param(_BRANCH.format("%r1", "add.s32 %r4, %r1, 1;", "bar.sync 0;"), False, id="one where all meet"),
+        pytest.param(_BRANCH.format("%r1", "bar.sync 0;", "", label=2), True, id="a barrier for some threads"),
         pytest.param(
-            "mov.b32 %r4, 0;" + _BRANCH.format("%r1", "mov.b32 %r4, 1;", "") + _BRANCH.format("%r4", "bar.sync 0;", "")
-            .replace("L__2", "L__3"), True, id="a decision made of one"),
-        pytest.param(
-            _BRANCH.format("%r1", "mov.b32 %r4, 1;", "mov.b32 %r4, 1;") + _BRANCH.format("%r4", "bar.sync 0;", "")
-            .replace("L__2", "L__3"), False, id="a decision made anew"),
+            _BRANCH.format("%r1", "add.s32 %r4, %r1, 1;", "bar.sync 0;", label=2), False, id="one where all meet"
+        ),
+        pytest.param(_decided_by(""), True, id="a decision made of one"),
+        pytest.param(_decided_by("mov.b32 %r4, 1;"), False, id="a decision made anew"),
     ],
-)  # fmt: skip
+)
 def test_threads_that_may_part_before_a_barrier(body: str, apart: bool) -> None:
     assert bool(barriers_apart(ptx(_BEGIN.format(body)), PTX)) == apart
 
@@ -66,25 +54,6 @@ _AMD_BEGIN = """
 \tglobal_load_dwordx2 v[2:3], v1, s[2:3]
 {}
 \ts_endpgm
-"""
-_AMD_ALONE = "\tglobal_load_dword v4, v[2:3], off offset:8"
-_AMD_TOLD = """
-\tv_cmp_eq_u32_e64 s[4:5], 0, v0
-\ts_and_saveexec_b64 s[6:7], s[4:5]
-\ts_cbranch_execz .LBB0_9
-\tglobal_load_dword v4, v[2:3], off offset:8 sc0 sc1
-\tds_write_b32 v1, v4
-.LBB0_9:
-\ts_or_b64 exec, exec, s[6:7]
-\ts_barrier
-\tds_read_b32 v4, v1
-"""
-_AMD_LOOP = """
-.LBB0_1:
-\ts_barrier
-{}
-\tv_cmp_ne_u32_e32 vcc, 0, v4
-\ts_cbranch_vccnz .LBB0_1
 """
 _AMD_BRANCH = """
 \ts_mov_b64 s[8:9], {}
@@ -98,7 +67,6 @@ _AMD_BRANCH = """
 \ts_barrier
 .LBB0_3:
 """
-
 # A word that each wave has loaded in lane 0 of v9, what a launch was given in lane 1; the branch is on one of them.
 _AMD_LANES = """
 \tglobal_load_dword v4, v[2:3], off offset:8
@@ -144,11 +112,6 @@ _AMD_TAILS = """
             True, id="that goes the other way"),
         pytest.param(_AMD_TAILS.replace("v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s8",
             "v5, 0\n\ts_or_b64 exec, exec, s[6:7]\n\ts_cmp_lg_u32 s9"), True, id="tails of two kinds"),
-        pytest.param(_AMD_LOOP.format(_AMD_ALONE), True, id="a loop left by a word that each has loaded"),
-        pytest.param(_AMD_LOOP.format(_AMD_ALONE + "\n\tv_readfirstlane_b32 s8, v4\n\tv_mov_b32_e32 v4, s8"), True,
-            id="by a word that each wave has loaded"),
-        pytest.param(_AMD_LOOP.format(_AMD_TOLD), False, id="by a word that one has loaded"),
-        pytest.param(_AMD_TOLD.replace("\tds_write", "\ts_barrier\n\tds_write"), True, id="a barrier for some lanes"),
         pytest.param(_AMD_LANES.format("\tv_readlane_b32 s10, v9, 1"), False, id="by a lane that all have alike"),
         pytest.param(_AMD_LANES.format("\tv_readlane_b32 s10, v9, 0"), True, id="by the lane beside it"),
         pytest.param(_AMD_LANES.format("\tv_mov_b32_e32 v5, v9\n\tv_readfirstlane_b32 s10, v5"), True,
