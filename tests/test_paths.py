@@ -68,7 +68,7 @@ def _once(function: Callable[[], object], late: float) -> list[Step]:
 
 
 # Below the public function itself; a layer's forward, its parameters and what it asks of them come on top.
-CALLS, FILES, LAYER_CALLS, LAYER_FILES = 19, 8, 23, 10
+CALLS, FILES, LAYER_CALLS, LAYER_FILES = 19, 8, 24, 10
 FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
