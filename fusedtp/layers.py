@@ -225,7 +225,7 @@ class ColumnParallelLinear(ShardedLinear):
     - `gather_dim`: 0 for [sequence, batch, features], 1 for [batch, sequence, features].
     - `feature_sizes`: out_features on every rank, by default as DTensor splits them.
     - `sequence_sizes`: length of x on every rank, by default this rank's on all. It may be set anew between calls.
-    - `activation`: relu, gelu, gelu_tanh or silu of y, in the same op.
+    - `activation`: an `Activation` of y, in the same op.
     - the other options: as in `all_gather_linear`.
     """
 
@@ -364,7 +364,7 @@ class FSDPLinear(ShardedLinear):
     `weight` is [out_features, in_features]; this rank has feature_sizes[rank] rows. `bias` [out_features] is whole.
 
     - `feature_sizes`: out_features on every rank, by default as DTensor splits them.
-    - `activation`: relu, gelu, gelu_tanh or silu of y, in the same op.
+    - `activation`: an `Activation` of y, in the same op.
     - the other options: as in `fsdp_linear`.
     """
 
