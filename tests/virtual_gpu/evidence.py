@@ -259,7 +259,7 @@ def code_of(text: str) -> str:
 def in_processes(every: Sequence[Unit]) -> list[Done]:
     """All units, as many at once as there are processors."""
     count = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(count) as pool:
+    with multiprocessing.get_context("fork").Pool(count, maxtasksperchild=40) as pool:
         return list(pool.imap_unordered(work, every, chunksize=1))
 
 
