@@ -37,7 +37,7 @@ def as_written(path: Path, name: str, content: str, variable: str) -> None:
 
 
 def measured_line(rows: Sequence[Measurement]) -> str:
-    """Return markdown of the forward speed-ups of `decomposed`: over all single matmuls, and over those of the models."""
+    """Return markdown of the forward speed-ups of `decomposed`: over all single matmuls, and over models' matmuls."""
     frame = timed(frame_of(rows))
     frame = frame[frame["direction"] == "forward"]
     said = []
@@ -86,7 +86,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
 
 
 def decode_table(frame: pd.DataFrame) -> str:
-    """Return markdown of the decode rows: for ranks and tokens, geometric means of speed-ups over the sizes of weights."""
+    """Return markdown of the decode rows: for ranks and tokens, geometric means of speed-ups over weight sizes."""
     lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
     parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
     for (ranks, tokens), part in parts:

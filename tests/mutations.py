@@ -19,7 +19,7 @@ WRONG_JSON: tuple[Any, ...] = (
     None, True, "", "many", "\ud800", "[bold]", -1e300, 1e300, -(10**25), [], [[]], {}, {"ms": 1}, float("nan"),
     float("inf"), "\x1b[31m",
 )  # fmt: skip
-# A placeholder that is replaced by digits: `json` refuses to write so long an integer.
+# A placeholder that is replaced by digits: `json` cannot write integers of thousands of digits.
 _LONG = "@long@"
 LONG_DIGITS = (31, 400, 5000)
 WRONG_CELLS = (
@@ -30,7 +30,7 @@ _BYTES = b"\0\n\r\t \"',[]{}:.-+eE0123456789\xff\xc3nNtTfF$<>|"
 
 
 def of_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Return the bytes with one to four mutations: bytes changed, a stretch cut or doubled, the end cut, lines swapped."""
+    """Return the bytes with one to four mutations: bytes changed, a part cut or doubled, lines swapped, the end cut."""
     made = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(made) + 1)
