@@ -80,7 +80,7 @@ class Grid:
         late = late_share(work, machine, self.pushers)
         head = head_turns(len(tiles), config.programs, self.pushers, late if weighed else 0.0)
         dealt = deal(len(tiles), config.programs, self.pushers, head, pairs=False)
-        # A multiprocessor has one program at a time, and takes the next one when that ends.
+        # A multiprocessor runs one program at a time.
         free = [*ends, *[machine.launch_us] * (machine.num_sms - self.pushers)]
         heapq.heapify(free)
         over = 0.0

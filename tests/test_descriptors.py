@@ -44,7 +44,7 @@ def loads() -> Iterator[list[int]]:
 
 
 def stored(x: Tensor, by: str) -> Tensor:
-    """Return the same matrix with padded rows ("rows") or columns, at strides of multiples of 16 bytes; padding is NaN."""
+    """Return the same matrix with rows ("rows") or columns at strides of multiples of 16 bytes; padding is NaN."""
     if by == "columns":
         return stored(x.t(), "rows").t()
     rows, cols = x.shape

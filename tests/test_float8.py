@@ -43,7 +43,7 @@ def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3
 
 
 def allowed(a: Tensor, b: Tensor, out: torch.dtype, ranks: int = 1, bias: Tensor | None = None) -> Tensor:
-    """Return the allowed error for exact values: the data's products are exact in float32; scaling rounds twice more."""
+    """Return the allowed error of exact values: products of data are exact in float32; scaling rounds twice more."""
     scaling = 4 * torch.finfo(torch.float32).eps * (a.abs() @ b.abs())
     return reference.bound(a, b, out, ranks, bias=bias, sum_dtype=out if ranks > 1 else torch.float32) + scaling
 
