@@ -30,10 +30,10 @@ os.environ["FUSEDTP_TUNING"] = "off"
 os.environ["TERMINAL_WIDTH"] = "1000"
 # Exceptions of torch.distributed carry C++ frames. Looking up their lines takes seconds, and there are many.
 os.environ["TORCH_DISABLE_ADDR2LINE"] = "1"
-# Compiled kernels are executed where Triton's interpreter has not been chosen: `nox -s emulate`, `test_emulated.py`.
+# Only processes without Triton's interpreter execute compiled kernels: `nox -s emulate`, `test_emulated.py`.
 if os.environ.get("TRITON_INTERPRET") != "0":
     collect_ignore = ["test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py"]
-# torch's CUDA code runs over the stub of a GPU: `nox -s virtual_gpu`.
+# Run torch's CUDA code over the stub of a GPU: `nox -s virtual_gpu`.
 if "GPU_STUB_DEVICES" not in os.environ:
     collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
 
@@ -127,9 +127,7 @@ def destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_row() -> Callable[..., Measurement]:
-    """Return a function that makes a row of a measured case from some columns. Other columns are empty; `gate` is
-    passed.
-    """
+    """Return a function that makes a row of a measured case; columns not given are empty, and `gate` is passed."""
 
     def make(**values: Any) -> Measurement:
         given = {"op": "all_gather_matmul", "variant": "unfused", "M": 1024, "N": 1024, "K": 1024, "dtype": "float32"}

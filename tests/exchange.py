@@ -1,11 +1,9 @@
 """A model of how torch's symmetric memory exchanges records between ranks, key by key over a real store.
 
-It follows `StoreExchange` (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp) and
+Source: `StoreExchange` (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp) and
 `make_peer_alloc_info` (CUDASymmetricMemory.cu).
 - 2.11 waits for each peer's key and gets it; a barrier is one more exchange.
-- 2.13 gets all keys at once; `Store::barrier` counts members.
-- `mended` is 2.13 with a count for each store (pytorch pull 196350).
-One `Exchange` stands for one process.
+- 2.13 gets all keys at once; `Store::barrier` counts members. `mended` (pytorch pull 196350) counts for each store.
 """
 
 from __future__ import annotations

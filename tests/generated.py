@@ -56,9 +56,7 @@ def measured_line(rows: Sequence[Measurement]) -> str:
 
 
 def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
-    """Return markdown of the forward cases at one world size and dtype: medians in ms, speed-up, ratio to the matmul
-    alone.
-    """
+    """Return markdown of forward cases at one world size and dtype: medians in ms, speed-up, ratio to the matmul."""
     frame = frame_of(rows)
     shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]

@@ -100,14 +100,14 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Ne
 
 
 def results(name: str, zs: Sequence[Near]) -> list[Near]:
-    """Return every y."""
+    """Return the expected results y."""
     if name not in GATED:
         return [z.through(name) if name else z for z in zs]
     return [zs[0].through(GATED[name]).times(zs[1])]
 
 
 def gradients(name: str, dys: Sequence[Tensor], zs: Sequence[Near]) -> list[Near]:
-    """Return every dz."""
+    """Return the expected dz of each z."""
     if name not in GATED:
         return [near(dy).times(z.slope(name)) if name else near(dy) for dy, z in zip(dys, zs, strict=True)]
     (dy,), (gate, up), function = dys, zs, GATED[name]

@@ -97,9 +97,7 @@ class Published(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        """Return the allowed relative error: larger where the published kernel is not ours, smaller for the same
-        library's.
-        """
+        """Return the allowed relative error: larger if the published kernel is not ours but another's."""
         return 0.20 if self.way.split()[0] in ("fused", "decomposed", "one-shot", "two-shot") else 0.15
 
 

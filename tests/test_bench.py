@@ -1,10 +1,8 @@
 """pytest-benchmark timings of the cases that `bench/regress.py` tracks: the device time of the slowest rank.
 
-`nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`).
-- `test_variant`: seconds, each with its row.
-- `test_ratio`: ratios of two times of one round, in which all variants took turns; `nox -s regress` compares them with
-  a baseline.
-On a shared machine, times of two runs differ more than the code does.
+`nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). `test_variant`: seconds,
+each with its row. `test_ratio`: ratios of two times of one round, in which all variants took turns; `nox -s regress`
+compares them with a baseline. On a shared machine, times of two runs differ more than the code does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Intervals have the promised coverage, changes are flagged, unchanged times mostly are not, and machines are kept
-apart.
-"""
+"""Intervals have the promised coverage, changes are flagged, noise mostly is not, and machines are kept apart."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ SIZES = (256, 512, 1024, 2048, 4096)
 
 
 def drawn(make_row: MakeRow, rng: np.random.Generator, centre: float, rounds: int, **values: object) -> Measurement:
-    """Return a row of rounds around `centre` ms with 8 % noise, one in ten with three times the noise: a shared
-    machine.
-    """
+    """Return a row of rounds around `centre` ms, as on a shared machine: 8 % noise, and thrice that in one of ten."""
     spread = 0.08 * np.where(rng.random(rounds) < 0.1, 3.0, 1.0)
     return make_row(**asdict(Timing.of((centre * np.exp(spread * rng.standard_normal(rounds))).tolist())), **values)
 

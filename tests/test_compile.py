@@ -228,9 +228,7 @@ class Hook(TorchDispatchMode):
 
 
 def hooks_that_raise(group: ProcessGroup) -> list[str]:
-    """Raise in hooks after an op has ended. An Exception is the program's, and the group goes on; an interruption is
-    ours.
-    """
+    """Raise in hooks after an op: after an Exception the group goes on; a KeyboardInterrupt is an interruption."""
     x, said = torch.ones(4, 8, requires_grad=True), []
     weight = torch.ones(3, 8, requires_grad=True)
     calls: list[Callable[[], Tensor]] = [

@@ -29,9 +29,7 @@ def _name(row: Published) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_published_times(row: Published) -> None:
-    """Within 15 %, or 20 % for a schedule of ours beside another's kernel. A row needs a reason exactly if it is
-    outside.
-    """
+    """Within 15 %, or 20 % for a schedule of ours beside another's kernel; exactly the rows outside need a reason."""
     within = abs(row.error) <= row.allowed
     said = f"published {row.us} us, predicted {row.predicted_us:.1f}: {row.error:+.1%}"
     assert within != bool(row.why), said

@@ -183,9 +183,7 @@ SHARED = ("layer", "norm", "in a group", "weight")
 
 
 def shared(name: str) -> Any:
-    """Make a decoder whose second layer shares a weight with the first, or is the first layer; other names share
-    nothing.
-    """
+    """Make a decoder whose second layer is the first or has a weight of it; other names share nothing."""
     if name not in SHARED:
         return decoder(name)
     model = decoder("Llama")
@@ -296,9 +294,7 @@ def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
-    """The whole state, with packed linears under their original names, can be saved and loaded; other states are
-    refused.
-    """
+    """The whole state, packed linears too, is saved under its original names and loaded; other states are refused."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in ("Llama, tied", "Phi3", "GPT-2"):
         dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))

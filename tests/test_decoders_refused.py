@@ -35,8 +35,8 @@ def other(kind: str, **changes: Any) -> Any:
 
 
 def with_parameter(where: str, *shape: int, buffer: bool | None = None, name: str = "Llama") -> Any:
-    """Make the decoder with one more tensor in its layers' modules at `where`; buffer: persistent or not, None a
-    parameter.
+    """Make the decoder with one more tensor in each layer at `where`: a parameter, or a buffer that is persistent or
+    not.
     """
     model = decoder(name)
     for layer in model.get_submodule("model.layers"):

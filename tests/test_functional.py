@@ -85,9 +85,7 @@ def test_collectives_of_zeros_and_subnormals(pool: RankPool, dtype: str) -> None
 
 
 def defaults(group: ProcessGroup) -> fusedtp.Path | None:
-    """Check the default `sizes`: equal shards for gathers, as even as possible for scatters. Groups may be names or
-    meshes.
-    """
+    """Check the default `sizes`: equal for gathers, as even as possible for scatters; and groups by name and mesh."""
     rank, world_size = group.rank(), group.size()
     mesh = torch.distributed.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     for each in (group, group.group_name, mesh):

@@ -216,9 +216,7 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
 
 @on_ranks(2)
 def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> None:
-    """A DTensor input of styles, changed in place, is refused; saved copies of hooks stay right; a checkpoint is
-    refused.
-    """
+    """An input DTensor changed in place is refused, and so is a checkpoint; copies that hooks save are right."""
     mesh = DeviceMesh.from_group(group, "cpu")
     linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
     norm = parallelize_module(nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel(sequence_dim=0))

@@ -1,6 +1,4 @@
-"""An arena stays mapped as long as anything refers to it, and no longer; it is freed with its group, whoever destroys
-the group.
-"""
+"""An arena is mapped exactly as long as anything refers to it; it goes with its group, whoever destroys the group."""
 
 from __future__ import annotations
 

@@ -170,9 +170,7 @@ def _small_enough(rows: int, cols: int, *_: object, **__: object) -> str:
 
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
-    """Run the same schedules differently: small tiles, chunk by chunk, or as on a GPU, pushing or with steps as
-    kernels.
-    """
+    """Run the same schedules in another way: small tiles, chunk by chunk, or pushed as on a GPU, by host or kernels."""
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
@@ -204,9 +202,7 @@ def by_kernels(ws: Workspace) -> Iterator[None]:
 
 
 def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
-    """Make all calls in a row on one workspace, then check all. A `fresh` workspace must grow, and its epoch soon
-    wraps.
-    """
+    """Make all calls in a row on one workspace, then check all. A `fresh` one must grow, and its epoch soon wraps."""
     if fresh:
         registry.destroy(group)
         registry.get(group, CPU, epoch=2**31 - 3)
@@ -254,8 +250,8 @@ def any_calls(draw: st.DrawFn, world_size: int, schedules: Sequence[str], length
 
 
 def bounded(max_examples: int) -> settings:
-    """Return settings with the same examples on every run. A failure names its rank; each step of shrinking could time
-    out.
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could mean many
+    timeouts.
     """
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],

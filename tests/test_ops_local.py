@@ -113,9 +113,7 @@ def problem(
 def run(
     ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale: int = 1, by: tuple[str, ...] = ("push",)
 ) -> None:
-    """Run one op on all virtual ranks with halves full of NaN, check each result, and check that the epoch advances by
-    one.
-    """
+    """Run one op on all virtual ranks with halves full of NaN; check the results and that the epoch advances by one."""
     start, expected, allowed = problem(name, len(ranks), dtype, seed, scale, by)
     before = ranks[0].epoch
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]

@@ -1,6 +1,4 @@
-"""The number of calls from a public function to its matmul or kernel: the limit for a warm call, and the path in
-docs/architecture.md.
-"""
+"""Calls from a public function to its matmul or kernel: the limit, and the path in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ Ways = dict[tuple[str, str], list[Step]]
 
 
 def paths(group: ProcessGroup) -> Ways:
-    """Return the paths of every function by every schedule on rank 0; the other ranks call first, so rank 0 never
-    waits.
-    """
+    """Return the paths of all functions and schedules on rank 0; other ranks call first, so rank 0 never waits."""
     late, found = 0.05 * (group.rank() == 0 and group.size() > 1), {}
     schedules = ("unfused", "decomposed", "fused") if group.size() > 1 else ("auto",)
     x, weight = torch.randn(8, 64), torch.randn(64, 64, requires_grad=True)

@@ -104,8 +104,8 @@ def check(plans: Plan, mesh: Mesh, lengths: Mapping[str, int]) -> None:
 
 
 def check_steps(matmul: MatmulPlan) -> None:
-    """Check that the steps reach the wanted sharding, and that the matmul is fused with an adjacent collective, if
-    there.
+    """Check that the steps reach the wanted sharding, and that an adjacent collective, if any, is fused with the
+    matmul.
     """
     *_, (_, _, last) = matmul.walked
     assert last == matmul.c
@@ -125,9 +125,7 @@ def texts(options: tuple[str, ...], partial: tuple[str, ...]) -> Iterator[str]:
 
 
 def is_valid(text: str) -> bool:
-    """Return whether a spec is valid by definition: no axis twice in a tensor, partial only over axes of the
-    contraction.
-    """
+    """Return whether a spec is valid: no axis twice in a tensor, partial only over axes of the contraction."""
     a, b, c = (part.strip() for part in text.replace("@", "->").split("->"))
     used = [[letter for letter in tensor if letter in "XY"] for tensor in (a, b, c)]
     sums = c.partition("{U_")[2].rstrip("}")

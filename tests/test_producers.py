@@ -118,9 +118,7 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
 
 
 def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
-    """torch gets the peer's header flat and unsigned, the offset of this rank's word in the slot, and the wrapped
-    value.
-    """
+    """torch gets the peer's header, flat and unsigned, the offset of this rank's word, and the wrapped value."""
     written = []
     rank._mirror = -5
     with (

@@ -111,9 +111,7 @@ def test_a_block_is_what_a_row_of_its_own_would_be(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", OCP, ids=str)
 def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> None:
-    """bfloat16 values are rounded once from exact values: also by columns, in parts of rows, and at the ends of the
-    range.
-    """
+    """bfloat16 values are rounded once, from exact values: also by columns, in parts of rows, and at the extremes."""
     # With a seed: in other draws one value in a thousand exceeds float32.
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 96)
     x[0, 3], x[1, 40], x[2, :32] = float("nan"), float("inf"), 0

@@ -157,8 +157,8 @@ def test_every_sharding_over_two_axes(pool: RankPool) -> None:
 
 
 def bounded(max_examples: int) -> settings:
-    """Return settings with the same examples on every run. A failure names its rank; each step of shrinking could time
-    out.
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could mean many
+    timeouts.
     """
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],

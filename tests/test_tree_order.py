@@ -1,6 +1,4 @@
-"""order="tree": results and gradients have the same bits on any number of ranks, and a row has the same bits in any
-batch.
-"""
+"""order="tree": the same bits on any number of ranks, in results and gradients, and of a row in any batch."""
 
 from __future__ import annotations
 

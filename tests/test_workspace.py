@@ -246,7 +246,7 @@ def test_growth_during_a_capture_is_refused() -> None:
 
 
 def test_a_program_that_calls_no_op_asks_what_was_reported(pool: RankPool) -> None:
-    """As in a loop that replays a graph: a kernel has reported a missing peer, and no op calls the host."""
+    """A loop that replays a graph calls no op on the host: here a kernel has reported a missing peer."""
     assert pool.run(reported, world_size=2) == [(1, 0), (0, 1)]
 
 

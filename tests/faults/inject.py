@@ -59,7 +59,7 @@ class Injection:
 
 @dataclass
 class Outcome:
-    """What one rank saw: the number of right calls, the error after them, and the error of the same call repeated."""
+    """One rank's outcome: the number of right calls, the error after them, and the error of the same call repeated."""
 
     rank: int
     right: int = 0
@@ -114,7 +114,7 @@ def _stop_for(seconds: float) -> None:
 
 
 class Fault:
-    """What happens at the step on the faulty rank, and what a survivor does after its error."""
+    """A fault: strike at the step on the faulty rank, and act on a survivor after its error."""
 
     def __init__(self, injection: Injection, meeting: Meeting) -> None:
         self.injection, self.meeting = injection, meeting

@@ -25,7 +25,7 @@ BEYOND = 40
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of `case` to interrupt: every `every`-th from `first` on, on rank `rank` of two, in functions named
+    """Lines of `case` to interrupt: each `every`-th from `first` on, on rank `rank` of two, in functions named
     `within`.
     """
 
@@ -39,7 +39,7 @@ class Lines:
 
 @dataclass
 class Seen:
-    """What a rank saw of one interruption: where it struck, which calls were wrong, and the error after it, if any."""
+    """One rank's outcome of one interruption: its place, the wrong calls, and the error after it, if any."""
 
     place: str = ""
     again: str = ""

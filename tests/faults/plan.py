@@ -27,9 +27,7 @@ def living(world_size: int) -> list[Injection]:
 
 
 def in_a_wait() -> list[Injection]:
-    """Return faults that stop a rank while it waits, for longer than its own timeout; the signal is there when it
-    continues.
-    """
+    """Return faults that stop a waiting rank for longer than its own timeout; the signal arrives meanwhile."""
     return [Injection("is stopped in a wait", case, 3, i % 3, 0, 1, 4 * SECONDS) for i, case in enumerate(CASES)]
 
 

@@ -36,9 +36,7 @@ class Raise(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until this rank's signal (slot, source) has reached `epoch`; without `acquire` nothing is ordered after the
-    wait.
-    """
+    """Wait until this rank's signal (slot, source) has reached `epoch`; without `acquire` the wait orders nothing."""
 
     slot: int
     source: int

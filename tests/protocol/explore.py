@@ -10,9 +10,7 @@ from .model import Model, Window, bits, closure, required
 
 @dataclass
 class Verdict:
-    """The result of an exploration. `wrong` is "" if no state was wrong; else `path` leads to that state by its
-    commits.
-    """
+    """The result of an exploration: `wrong` is "", or describes the wrong state to which the commits `path` lead."""
 
     wrong: str
     states: int

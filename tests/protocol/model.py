@@ -28,7 +28,7 @@ from .events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 
 # [rank][call] gives the kernels of that call.
 Calls = Sequence[Sequence[Sequence[Kernel]]]
-# Whether a wait that expects `epoch` accepts a word, by the word's distance to `epoch`.
+# Does a wait that expects `epoch` accept a word? By the word's distance to `epoch`.
 Accepts = Callable[[int], bool]
 
 

@@ -192,9 +192,7 @@ class Recorder:
             emit(Advance(int(view)))
 
     def is_fingerprint(self, word: int) -> bool:
-        """Return whether a fingerprint begins at a header's word. An entry's signal orders that memory, as it does
-        data.
-        """
+        """Return whether a fingerprint begins at a header's word; an entry's signal orders fingerprints like data."""
         slot = (word - signal.SIGNALS.value) // self.ws.world_size
         return signal.FINGERPRINT_SLOT.value <= slot < signal.ENTRY_SLOT.value
 

@@ -39,9 +39,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
-    """Return the algorithms that a call may ask for beside "auto": a ring is a kernel, and process groups pick their
-    own.
-    """
+    """Return the algorithms beside "auto": a ring needs kernels, and process groups pick their own algorithm."""
     if schedule == "unfused":
         return ()
     return tuple(each for each in op.algorithms if each != "ring" or schedule == "fused")

@@ -294,9 +294,7 @@ def call_right(call: Call, group: ProcessGroup, mode: str = "grad") -> None:
 
 
 def attempt(call: Call, group: ProcessGroup, late_seconds: float = 0.0) -> Callable[[], str]:
-    """Prepare the operands and return a function that makes the call. It returns "right", "wrong: ..." or the error's
-    kind.
-    """
+    """Prepare the operands and return a call that returns "right", "wrong: ..." or the error's kind."""
     operands = Operands(call, group.rank())
 
     def made() -> str:

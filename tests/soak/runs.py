@@ -90,9 +90,7 @@ def run_programs(
     steady: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """Run programs of `calls` steps and count outcomes on all ranks. A failure raises RankError with a command for a
-    replay.
-    """
+    """Run programs of `calls` steps and count outcomes on all ranks. RankErrors have a command for a replay."""
     world_size = pool.world_size if world_size is None else world_size
     counts: Counter[str] = Counter()
     last = first - (-calls // STEPS)

@@ -210,7 +210,7 @@ def virtual_ranks(
             mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
             mock.patch.object(producer, "joined_rows", return_value=0),
-            # Of two tiles, do not always take the one that suits so few programs.
+            # Do not always take the tile that suits so few programs.
             mock.patch.object(launch, "shape_class", lambda rows, cols, **_: shape_class(rows, cols)),
         ):
             yield ranks

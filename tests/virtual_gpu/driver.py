@@ -1,5 +1,5 @@
-"""A virtual GPU: launchers specialize, compile and launch through Triton's own driver and launcher. What arrives at the
-stub of libcuda waits on the machine's stream of the current rank.
+"""A virtual GPU: launchers specialize, compile and launch through Triton's own driver and launcher. Launches that
+arrive at the stub of libcuda wait on the machine's stream of the current rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EmulatedDriver:
         self.programs: dict[str, Program] = {}
         # Changes kernels before they are launched: (name, PTX) -> PTX.
         self.rewrite: Callable[[str, str], str] | None = None
-        # Whether a rank launches a kernel of that name: (rank, name) -> bool.
+        # (rank, name) -> bool: decides if a rank launches a kernel of that name.
         self.launches: Callable[[int, str], bool] | None = None
         # Called after each launch, if the host needs the kernel's results at once.
         self.launched: Callable[[], object] | None = None

@@ -1,6 +1,4 @@
-"""Evidence of execution: units of work for several processes, the instructions they executed, and the mutants they
-found.
-"""
+"""Units of work for several processes: the instructions that each executes, and the mutants that it finds."""
 
 from __future__ import annotations
 

@@ -329,16 +329,14 @@ class Program:
             self.instructions[i]["neg"] = s.negated
         self.pool = np.array(low.pool + [0] * 4, np.int32)
         self.count = np.zeros(len(self.instructions), np.uint64)
-        # Whether a rank with elements of every operand has launched this program.
+        # True once a rank with elements of every operand has launched this program.
         self.whole = False
         self.sizes = [len(low.registers[kind]) for kind in "wdp"]
         self.names = {kind: {place: name for name, place in low.registers[kind].items()} for kind in "wdp"}
         self.keys = {kind: list(low.constants[kind]) for kind in "wdp"}
 
     def constants(self, values: dict[str, int]) -> list[np.ndarray[Any, Any]]:
-        """Return the constants of a launch, words and doubles repeated for every lane; values: of the parameters, by
-        name.
-        """
+        """Return a launch's constants, words and doubles repeated for every lane; values: of parameters, by name."""
         made = []
         for kind, dtype in (("w", np.uint32), ("d", np.uint64), ("p", np.uint32)):
             keys = self.keys[kind]

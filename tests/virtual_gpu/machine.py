@@ -60,12 +60,10 @@ def op_of(name: str) -> int:
 class Schedule:
     """Parameters of a run; the seed decides the rest.
 
-    - stale, drain: probabilities that a racing load reads an old value, and that a store becomes visible.
-    - quantum: turns have up to 2 ** quantum instructions.
-    - residents: number of resident CTAs of a rank.
-    - tick, most_tick: clocks advance with probability `tick` a turn, by up to `most_tick`.
-    - held, held_until, held_after: rank `held` waits until clocks reach `held_until`; or, after `held_after`
-      instructions, for `held_until` ticks.
+    stale, drain: probabilities that a racing load reads an old value, and that a store becomes visible. quantum: turns
+    have up to 2 ** quantum instructions. residents: number of resident CTAs of a rank. tick, most_tick: clocks advance
+    with probability `tick` a turn, by up to `most_tick`. Rank `held` waits until clocks reach `held_until`; with
+    `held_after` it waits for `held_until` ticks once so many instructions have run.
     """
 
     seed: int = 0
