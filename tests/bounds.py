@@ -65,9 +65,7 @@ class UntrueHint(AssertionError):
 
 
 class Bounds:
-    """Watches every launch while it is entered; `accesses` and `hints` count what was checked. Raises `OutOfBounds` and
-    `UntrueHint`.
-    """
+    """Watch every launch while entered; `accesses` and `hints` count checks. Raises `OutOfBounds` and `UntrueHint`."""
 
     def __init__(self) -> None:
         self.accesses = self.hints = 0

@@ -47,8 +47,7 @@ def poison(group: ProcessGroup | None = None) -> None:
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     if group is not None:
-        # Four ranks interpret kernels on two cores: on a busy machine a peer may be late, and these tests are not about
-        # that.
+        # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)
 
 

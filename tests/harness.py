@@ -64,9 +64,7 @@ def wrong(schedule: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def few_kernels() -> AbstractContextManager[Any]:
-    """Make torch's compiler start fast: no pool of processes, precompiled headers, and no test of each vector
-    instruction set.
-    """
+    """Make torch's compiler start fast: no pool of processes, precompiled headers, no test of vector instructions."""
     from torch._inductor import config
 
     return config.patch(  # type: ignore[no-any-return]

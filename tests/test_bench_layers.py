@@ -1,6 +1,4 @@
-"""`fusedtp mlp | grouped | decode | overhead`: results are checked before they are timed, and every speed-up has an
-interval.
-"""
+"""`fusedtp mlp | grouped | decode | overhead`: checks precede timings, and every speed-up has an interval."""
 
 from __future__ import annotations
 

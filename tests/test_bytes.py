@@ -90,8 +90,7 @@ def test_bytes_sent(pool: RankPool, world_size: int) -> None:
     assert set(replies[0]) == set(FORMS)
     for key, form in FORMS.items():
         if key in (("all_gather_matmul", "contraction"), ("matmul_all_reduce", "two_shot")):
-            # Shard widths differ if the columns, or columns of tiles, do not divide by the ranks; the total is the
-            # same.
+            # Shard widths differ if the columns, or columns of tiles, do not divide by the ranks; the total does not.
             assert sum(counts[key] for counts in replies) == round(form(world_size) * world_size) * BUFFER, key
         else:
             assert [counts[key] for counts in replies] == [form(world_size) * BUFFER] * world_size, key

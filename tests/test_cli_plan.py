@@ -116,8 +116,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first check may run in a callback of the garbage collector, which swallows the exception; the next check ends
-    # it.
+    # The first check may raise in a callback of the garbage collector, which swallows exceptions; a later check works.
     monkeypatch.setattr(cli_plan, "_MOST_SECONDS", 1)
     written(tmp_path, {"num_hidden_layers": 29_000})
     said = command("plan", tmp_path, code=2)

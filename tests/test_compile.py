@@ -85,8 +85,7 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
     seen, graphs = seen_by(backend)
     call = torch.compile(layer, fullgraph=True, backend=seen)
     expected = results(layer, layer, x)
-    # A generated kernel rounds silu's multiplications in its own order: a few roundings, passed through one matmul in
-    # each direction.
+    # A generated kernel rounds silu's multiplications in its own order: a few roundings, through one matmul each way.
     rounding = 0.0 if backend == "aot_eager" else 64 * torch.finfo(x.dtype).eps
     with few_kernels():
         for _ in range(2):

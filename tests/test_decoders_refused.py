@@ -35,9 +35,7 @@ def other(kind: str, **changes: Any) -> Any:
 
 
 def with_parameter(where: str, *shape: int, buffer: bool | None = None, name: str = "Llama") -> Any:
-    """Make the decoder with one more tensor in each layer at `where`: a parameter, or a buffer that is persistent or
-    not.
-    """
+    """Make the decoder with one more tensor in each layer at `where`: a parameter, or a buffer (persistent or not)."""
     model = decoder(name)
     for layer in model.get_submodule("model.layers"):
         module = layer.get_submodule(where)

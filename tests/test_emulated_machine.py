@@ -128,8 +128,7 @@ def test_refused(what: str) -> None:
         litmus.run([body], [litmus.aligned(16) for _ in range(3)], Schedule(1, idle_limit=100_000), warps)
 
 
-# A of 64 x 16 in registers times B of 16 x 8 in shared memory: fragments, fence and B; the product; the wait; the
-# store.
+# A of 64 x 16 in registers times B of 16 x 8 in shared memory: fragments, fence and B; product; wait; store.
 WGMMA = (
     "	shl.b32 %r7, %r1, 4;\n	cvt.u64.u32 %rd4, %r7;\n	add.s64 %rd5, %rd1, %rd4;\n"
     "	ld.global.v4.b32 { %r20, %r21, %r22, %r23 }, [ %rd5 + 0 ];\n"

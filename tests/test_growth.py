@@ -130,7 +130,7 @@ def test_a_rank_that_comes_late_to_a_growth_does_not_wait(pool: RankPool) -> Non
 
 
 def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
-    """Interrupt rank 0 between the two exchanges of its first op; it repeats the call."""
+    """Interrupt rank 0 between the two exchanges of its first op; rank 0 repeats the call."""
     fusedtp.destroy(group)
     dist.barrier(group)
     if group.rank() == 0:
@@ -154,7 +154,7 @@ def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, des
 
 
 def interrupted_once_made(group: ProcessGroup, rank: int, schedule: str) -> str:
-    """Interrupt a rank when all ranks have its memory; it repeats its first op."""
+    """Interrupt a rank when all ranks have its memory; the rank repeats its first op."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(2.0, group)
     if group.rank() == rank:

@@ -160,9 +160,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(("changed", "length"), [("", 7), ("gather", 6), ("gather", 7), ("norms", 6)])
 @on_ranks(2)
 def test_a_plan_of_torchs_word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
-    """A plan as in torchtitan with our class names; also with a FusedGroup instead of the gather, and with torch's
-    norms.
-    """
+    """A plan as in torchtitan with our class names; also with a FusedGroup as the gather, and with torch's norms."""
     mesh = mesh_of(group)
     torch.manual_seed(8)
     dense = Block().double()

@@ -95,8 +95,7 @@ class Operands:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=random).to(dtype)
 
-        # A backend sums in the operands' dtype, and a ring sends its running sum in that dtype; all else sums in
-        # float32.
+        # A backend sums in the operands' dtype, and a ring sends running sums in that dtype; all else sums in float32.
         sum_dtype = dtype if call.schedule == "unfused" or call.option == "ring" else torch.float32
         chunk = reference.chunk
         self.b = self.bias = None
@@ -250,9 +249,7 @@ def any_calls(draw: st.DrawFn, world_size: int, schedules: Sequence[str], length
 
 
 def bounded(max_examples: int) -> settings:
-    """Return settings with the same examples on every run. Failures name their rank; shrinking could mean many
-    timeouts.
-    """
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could time out often."""
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
         verbosity=Verbosity.quiet, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -14,8 +14,7 @@ from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
 from fusedtp.sharding.routes import Step, moved
 
-# For forward, dx and dw: the tensor sent, with * if the dim is contracted; and the op with its dim, with t if
-# transposed.
+# For forward, dx and dw: the tensor sent (* if the dim is contracted), and the op with its dim (t if transposed).
 ROWS = {
     "[M_X, K] @ [K, N_X] -> [M, N_X]": (("gather x M", "scatter dx M", "gather x M*"), ("ag 0", "rs 0", "ag 1")),
     "[M, K] @ [K, N_X] -> [M, N_X]": (("", "reduce dx", ""), ("", "ar", "")),
@@ -107,7 +106,7 @@ def test_sizes_decide() -> None:
     assert collectives(few) == "gather x M, scatter y M"
     assert few.rejected == (Step("all_gather", "w", "X", "K"),)
     assert few.reason.endswith("for all-gather w over X along K")
-    # Gathering x sends K columns and computes everything on every rank; reducing y sends N twice, and computes an
+    # Gathering x sends K columns and computes everything on every rank; reducing y sends N twice and computes an
     # eighth.
     split_x, sizes = "[M, K_X] @ [K, N] -> [M, N]", {"M": 4096, "K": 4096, "N": 4096}
     assert collectives(plan(split_x, sizes=sizes, mesh=mesh, flops_per_byte=1e9).forward) == "gather x K*"

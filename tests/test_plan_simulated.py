@@ -104,9 +104,7 @@ def check(plans: Plan, mesh: Mesh, lengths: Mapping[str, int]) -> None:
 
 
 def check_steps(matmul: MatmulPlan) -> None:
-    """Check that the steps reach the wanted sharding, and that an adjacent collective, if any, is fused with the
-    matmul.
-    """
+    """Check that the steps reach the wanted sharding, and that the matmul is fused with any adjacent collective."""
     *_, (_, _, last) = matmul.walked
     assert last == matmul.c
     kinds = [step.kind for step in matmul.steps]

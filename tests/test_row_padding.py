@@ -1,5 +1,5 @@
-"""Memory beside an operand's rows reaches no result, even if a library's matmul multiplies it: in an arena, or in the
-tensor that an operand is a view of.
+"""Memory beside an operand's rows, in an arena or in the tensor that a view shows, reaches no result, even if a
+library's matmul multiplies that memory.
 
 On processors with AMX, oneDNN multiplies bfloat16 and float16 in steps of 32 along K. In the versions of torch 2.11 to
 2.13 it multiplies the memory beside a row by zeros, and NaN times 0 is NaN (github.com/uxlfoundation/oneDNN issue 5717,

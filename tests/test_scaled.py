@@ -118,8 +118,7 @@ def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> N
     made = scaled(x, "mxfp8", dtype=dtype)
     made.scale.view(torch.uint8)[3] = torch.tensor([0, 254, 255], dtype=torch.uint8)
     whole, expected = Quantized.of(made, torch.bfloat16), made.values()
-    # Values of 2^128 and more, which scales allow but float32 does not, are infinite; `scaled` makes none of finite
-    # input.
+    # Values from 2^128 on, which scales allow but float32 does not, are infinite; `scaled` makes none of finite input.
     assert expected[3, 32:64].isinf().any()
     assert expected[4:].isfinite().all()
     for part, of_part in (

@@ -157,9 +157,7 @@ def test_every_sharding_over_two_axes(pool: RankPool) -> None:
 
 
 def bounded(max_examples: int) -> settings:
-    """Return settings with the same examples on every run. Failures name their rank; shrinking could mean many
-    timeouts.
-    """
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could time out often."""
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

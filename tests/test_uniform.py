@@ -68,8 +68,7 @@ _AMD_BRANCH = """
 \ts_barrier
 .LBB0_3:
 """
-# Lane 0 of v9 has a word that each wave has loaded, lane 1 an argument of the launch; the branch depends on one of
-# them.
+# v9 has in lane 0 a word that each wave has loaded, in lane 1 an argument; the branch depends on one of both.
 _AMD_LANES = """
 \tglobal_load_dword v4, v[2:3], off offset:8
 \tv_readfirstlane_b32 s8, v4

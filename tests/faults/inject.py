@@ -76,7 +76,7 @@ class Outcome:
 
 
 class Meeting:
-    """Where each rank of one injection is, in the store."""
+    """The progress of each rank of one injection, in the store."""
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)

@@ -25,9 +25,7 @@ BEYOND = 40
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines of `case` to interrupt: each `every`-th from `first` on, on rank `rank` of two, in functions named
-    `within`.
-    """
+    """Lines of `case` to interrupt: each `every`-th from `first` on, on rank `rank` of two, in functions `within`."""
 
     case: str
     meets: str

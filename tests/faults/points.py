@@ -38,8 +38,7 @@ class Watch:
         self.steps: list[str] = []
         self.at: int | None = None
         self.strike: Callable[[], None] = lambda: None
-        # The longest time that this rank took between two steps, without waits. A rank that a test held before a step
-        # counts as late.
+        # The longest time of this rank between two steps, without waits. A rank that a test held counts as late.
         self.own_seconds = 0.0
         self._since = time.monotonic()
 

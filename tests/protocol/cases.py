@@ -166,9 +166,7 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
 
 
 def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list[list[list[Kernel]]]:
-    """Record a sequence of ops, each rank alone, and return kernels by [rank][call]. The first call's epoch is epoch +
-    1.
-    """
+    """Record a sequence of ops, each rank alone; return kernels by [rank][call]. The first call has epoch + 1."""
     traces = []
     with virtual_ranks(len(sizes), epoch) as ranks:
         for ws in ranks:

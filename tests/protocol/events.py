@@ -24,9 +24,7 @@ class Barrier(NamedTuple):
 
 
 class Raise(NamedTuple):
-    """Set the signal (slot, source) in rank `owner`'s arena to `epoch`. A `release` orders what precedes the last
-    barrier.
-    """
+    """Set the signal (slot, source) of rank `owner` to `epoch`; a `release` orders all before the last barrier."""
 
     owner: int
     slot: int

@@ -106,8 +106,7 @@ class _Search:
         self._eager = [self._is_eager(number, settling, unlasting) for number in range(len(self._need))]
 
     def _is_eager(self, number: int, settling: int, unlasting: set[tuple[int, int, int] | None]) -> bool:
-        # A commit is eager if delaying it reaches no new state: it closes no window that matters, and no wait can miss
-        # it.
+        # A commit is eager if a delay reaches no new state: it closes no window that matters, and no wait can miss it.
         commit = self._model.commits[number]
         if commit.kind == "wait":
             return number in self._lasting

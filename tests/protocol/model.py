@@ -41,8 +41,7 @@ class Commit:
     kind: str  # "signal", "wait", "end", "start"
     word: tuple[int, int, int] | None = None
     epoch: int = 0
-    # For a start: each earlier program of the kernel as the commits that end it, and the number of programs that may
-    # run.
+    # For a start: each earlier program of the kernel as the commits that end it, and how many programs may run.
     earlier: tuple[int, ...] = ()
     residency: int = 0
 
@@ -132,8 +131,7 @@ class _Program:
         self._current[event.write].cells |= {(event.owner, cell) for cell in event.cells}
 
     def _raise(self, event: Raise) -> None:
-        # A release comes after the signals before the last barrier; one thread needs no barrier between its own
-        # atomics.
+        # A release comes after the signals before the last barrier; one thread needs no barrier between its atomics.
         need = self.need | (self._raised if event.release else 0)
         name = f"{self._name} signals slot {event.slot} of rank {event.owner}"
         word = (event.owner, event.slot, event.source)
@@ -208,8 +206,7 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
 
 
 def _check_end(model: Model, rank: int, call: int, kernels: Sequence[Kernel]) -> None:
-    # The epoch advances once a call, by one, in the last kernel, after all programs have arrived and all other kernels
-    # have ended.
+    # The epoch advances once a call, by one, in the last kernel, after all programs have arrived and all kernels ended.
     where = [
         (number, (event.epoch - model.first_epoch - call - 1) % 2**32 == 0)
         for number, kernel in enumerate(kernels)

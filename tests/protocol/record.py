@@ -101,8 +101,7 @@ class Recorder:
         self._fingerprints: set[tuple[int, int]] = set()
         self._enters_twice = False
         self._open = True
-        # With a planted bug a kernel may count differently from the host, and the host would report it before the
-        # checker.
+        # With a planted bug a kernel may count differently from the host, which would report it before the checker.
         self.ws._mirror_is_exact = False
         with TorchAccesses(self.touched, self.host_event):
             op()

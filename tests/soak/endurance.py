@@ -54,9 +54,7 @@ def drawn(seed: int, number: int, num_shapes: int, world_size: int) -> Call:
 def make_calls(
     group: ProcessGroup, seed: int, num_shapes: int, first: int, count: int, epoch: int | None
 ) -> Sample:  # fmt: skip
-    """Make calls `first` to `first + count - 1` on this rank and check them. `epoch`: of a new workspace; None keeps
-    the old workspace.
-    """
+    """Make calls `first` to `first + count - 1` on this rank and check them; `epoch`: of a new workspace, or None."""
     from fusedtp.workspaces import registry
 
     cpu, rank = torch.device("cpu"), group.rank()

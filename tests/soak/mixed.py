@@ -120,8 +120,7 @@ class Operands:
         self.call, self.rank = call, rank
         self.dtype: torch.dtype = getattr(torch, call.dtype)
         self._random = torch.Generator().manual_seed(call.seed)
-        # A backend sums in the operands' dtype, and a ring sends its running sum in that dtype; all else sums in
-        # float32.
+        # A backend sums in the operands' dtype, and a ring sends running sums in that dtype; all else sums in float32.
         by_dtype = call.schedule == "unfused" or call.algorithm == "ring"
         self._sum_dtype = self.dtype if by_dtype else torch.float32
         self.bias: Tensor | None = None

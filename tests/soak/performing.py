@@ -231,8 +231,7 @@ class Performer:
         self.counts[f"{step.kind}: {'right' if came == {'right'} else 'told'}"] += 1
         for each in mine:
             self.counts[f"{step.kind}, on a rank: {each}"] += 1
-        # If memory could not grow, all ranks go on with the memory that they have; after other errors the ranks are out
-        # of step.
+        # If memory could not grow, all ranks go on with their memory; after other errors the ranks are out of step.
         if came not in ({"right"}, {CANNOT_GROW}):
             fusedtp.destroy(group)
         fusedtp.set_timeout(LONG_SECONDS, group)

@@ -143,7 +143,7 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
         copied = unit.op in ("gather rows", "gather contraction", "all_gather direct")
         for seed in range(9):
-            # Each rank is missing in turn. With one step of k the waits before a loop over steps are for tiles of many
+            # Each rank is missing in turn. With one step of k, waits before a loop over steps are for tiles of many
             # ranks.
             how = _schedule_of_giving_up(seed)
             if unit.op.startswith("gather"):

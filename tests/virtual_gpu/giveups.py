@@ -1,6 +1,4 @@
-"""Timeouts: a rank is missing, stops in the middle of an op, comes when the others' budget is nearly spent, or means
-another op.
-"""
+"""Timeouts: a rank is missing, stops in the middle of an op, comes at about the others' timeout, or means another op."""
 
 from __future__ import annotations
 
@@ -39,8 +37,8 @@ def _never_wrong(out: Tensor, expected: Tensor, allowed: Tensor, what: str) -> b
 def missing(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
 ) -> Ran:
-    """Let rank `absent` launch nothing: the others end, name it, and return NaN. When it comes at last it finds that
-    they have given up, and returns no result either.
+    """Let rank `absent` launch nothing: the others end, name it, and return elements that are right or NaN. At last
+    rank `absent` comes, finds that the others have given up, and returns no result either.
     """
     absent = schedule.seed % world_size
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
@@ -105,7 +103,7 @@ def alone(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, last: str
 ) -> Ran:
     """Let one rank launch only the kernel `last`, without the kernels that would have waited before it. The others come
-    when it waits: they give up, and each of its elements is right or NaN.
+    while `last` waits: they give up, and each of their elements is right or NaN.
     """
     odd = schedule.seed % world_size
     with virtual_ranks(

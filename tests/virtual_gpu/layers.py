@@ -23,7 +23,7 @@ FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", 
 
 
 def _product(a: Tensor, b: Tensor, sizes: tuple[int, ...] | None = None, bias: Tensor | None = None) -> Any:
-    """Return a @ b + bias and its bound; float8 values come in float64. `sizes`: the ranks' parts of the contraction."""
+    """Return a @ b + bias and its bound; float8 values come in float64. `sizes`: the parts of the contraction."""
     dtype = float8.OUT if a.dtype == torch.float64 else a.dtype
     return reference.matmul(a, b, bias), reference.bound(a, b, dtype, k_sizes=sizes, bias=bias)
 

@@ -25,8 +25,8 @@ WIDENED = 1 << 12
 _SUMS = ("f32", "bf16x2", "f16x2")
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
-# Operations on several small numbers in one register. For absent numbers the compiler gives them a register that
-# nothing writes, and drops the result: the value is arbitrary.
+# Operations on several small numbers in one register. For an absent number the compiler passes a register that nothing
+# writes, and drops that part of the result: the value is arbitrary.
 _OF_PARTS, _ANYTHING = ("prmt", "cvt_e4m3x2_f32", "cvt_e5m2x2_f32"), "0x9e3779b9"
 
 # A constant operand: a value, or a parameter's name.
@@ -68,8 +68,8 @@ class Lowered:
                 raise CannotExecute(f"{text} is no operand of kind {kind}")
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
         if text in dict(self.source.params):
-            # PTX, Kernel Function Parameter Attributes: the address in the parameter space, which only tensor maps may
-            # use.
+            # PTX, Kernel Function Parameter Attributes: the address in the parameter space; only tensor maps may be
+            # taken.
             if dict(self.source.params)[text] != MAP_BYTES:
                 raise CannotExecute(f"the address of {text}")
             return self.constant(kind, text)

@@ -90,8 +90,7 @@ def _next_row(match: re.Match[str]) -> str:
 
 
 def _stored_late(match: re.Match[str]) -> str:
-    # Move a loop's store, with the code right before it, behind the signal; keep the loop in its place without the
-    # store.
+    # Move a loop's store, with the code right before it, behind the signal; the loop in place loses the store.
     signal, between, before, label, first, store, rest = match.groups()
     late = f"{before}{label}_late:{first}{store}{rest.replace(label, label + '_late')}"
     return f"{signal}{late}{between}{before}{label}:{first}{rest}"

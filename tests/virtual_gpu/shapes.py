@@ -62,8 +62,7 @@ def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, .
 def laid_out(x: Tensor, how: str) -> Tensor:
     """Return the same values with contiguous rows or columns, or neither."""
     if not x.numel():
-        # A slice of a larger tensor: torch would give an empty tensor other strides, and other code would be compiled
-        # for it.
+        # A slice of a larger tensor: torch would give an empty tensor other strides, for which other code is compiled.
         whole = laid_out(x.new_empty([length or 16 for length in x.shape]), how)
         return whole[: x.shape[0], : x.shape[1]]
     if how == "strided":

@@ -100,8 +100,8 @@ def whole(
 
 
 def check(driver: EmulatedDriver, op: str, dtype: torch.dtype, world_sizes: tuple[int, ...], seed: int) -> None:
-    """Check the bits of one rank on all these numbers of ranks, and of some rows alone. In the usual order the bits
-    differ.
+    """Check that the bits of one rank are those of all these numbers of ranks, and of some rows alone, but not those of
+    the usual order.
     """
     problem = Problem.drawn(seed, dtype, blocks=seed % 2)
     expected = whole(driver, problem, op, 1, seed)
