@@ -1,4 +1,4 @@
-"""Timeouts: a rank is missing, stops in the middle of an op, comes at about the others' timeout, or means another op."""
+"""Timeouts: a rank is missing, stops in the middle of an op, is late by about a timeout, or means another op."""
 
 from __future__ import annotations
 
