@@ -1,4 +1,4 @@
-"""What tests of ranks that do two things at once share: a thread, a second group, flags beside all groups."""
+"""Helpers for ranks that do two things at once: a thread, a second group, flags outside any group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.ones(4, 4)
 
 
 def arenas() -> list[int]:
-    """The descriptors of this process's arenas."""
+    """Return the file descriptors of this process's arenas."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -31,12 +31,12 @@ def arenas() -> list[int]:
 
 
 def mappings() -> int:
-    """How many arenas this process has mapped."""
+    """Return the number of arenas that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:fusedtp")
 
 
 class InThread(threading.Thread):
-    """A call in a thread of its own; `result` joins it and gives what it returned or raises what it raised."""
+    """Run a call in a thread of its own; `result` joins the thread and returns or raises what the call did."""
 
     def __init__(self, fn: Callable[[], Any]) -> None:
         super().__init__(name="the other thread")
@@ -59,7 +59,7 @@ class InThread(threading.Thread):
 
 
 class Flags:
-    """What ranks tell each other beside their groups: through the store, which no op of a group waits for."""
+    """Flags that ranks raise through torch's store, which no op of a group waits for."""
 
     def __init__(self, name: str) -> None:
         self._store, self._name = dist.distributed_c10d._get_default_store(), name  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class Flags:
 
 @contextlib.contextmanager
 def own_group(group: ProcessGroup) -> Iterator[ProcessGroup]:
-    """Another group of the same ranks: of all of the pool's, as making one is collective."""
+    """Make a second group of the same ranks, which must be all ranks of the pool: `new_group` is collective."""
     made = dist.new_group(dist.get_process_group_ranks(group))
     yield made
     fusedtp.destroy(made)

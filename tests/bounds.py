@@ -1,12 +1,12 @@
 """Checks every address that an interpreted kernel touches: it must lie in an operand of the launch, or in an arena.
-Checks every hint of alignment too: the interpreter ignores them, and a compiled kernel that is given a wrong one stores
-where it should not.
+Alignment hints are checked too: the interpreter ignores them, but a compiled kernel with a wrong hint stores to wrong
+addresses.
 
     with Bounds() as bounds: ...            # or, in a rank process, watch() and later unwatch()
 
-Operands are taken element by element, so what lies between the rows of a slice is outside; only what a kernel is given
-as `c` or `out` may be stored to. A kernel reaches the arenas, and the host block, of the workspace whose table
-of peers it was given, and no other. Lanes that are masked off touch nothing.
+An operand covers its elements only, so gaps between the rows of a slice are out of bounds. A kernel may store only to
+operands named `c` or `out`. A kernel may touch the arenas and the host block only of the workspace whose table of peers
+it was given. Masked-off lanes touch nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class OutOfBounds(AssertionError):
 
 
 class _Operand:
-    # The elements of a tensor, whatever its strides.
+    # The elements of a tensor with any strides.
     def __init__(self, name: str, x: Tensor) -> None:
         self.name, self.begin, self.itemsize, self.empty = name, x.data_ptr(), x.element_size(), x.numel() == 0
-        # From the outermost dim inwards; an element has one place only if no dim reaches into the next outer one.
+        # Outermost dim first. Elements have distinct addresses only if no dim reaches into the next outer dim.
         self._dims = sorted(
             ((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride),
             reverse=True,
@@ -49,7 +49,7 @@ class _Operand:
             reach += stride * (size - 1)
 
     def holds(self, at: Addresses, itemsize: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which of `at` are elements."""
+        """Return which addresses of `at` are elements."""
         if self.empty or itemsize != self.itemsize:
             return np.zeros(at.shape, dtype=bool)
         place, odd = np.divmod(at - self.begin, itemsize)
@@ -61,18 +61,16 @@ class _Operand:
 
 
 class UntrueHint(AssertionError):
-    """A kernel told the compiler of an alignment that a number has not."""
+    """A kernel gave the compiler an alignment hint that is false."""
 
 
 class Bounds:
-    """Watches every launch while it is entered; `accesses` and `hints` count what was checked. Raises `OutOfBounds` and
-    `UntrueHint`.
-    """
+    """Watch every launch while entered; `accesses` and `hints` count checks. Raises `OutOfBounds` and `UntrueHint`."""
 
     def __init__(self) -> None:
         self.accesses = self.hints = 0
         self._stack = contextlib.ExitStack()
-        # By the address of its table of peers.
+        # Key: the address of the workspace's table of peers.
         self._workspaces: weakref.WeakValueDictionary[int, Workspace] = weakref.WeakValueDictionary()
         self._kernel = ""
         self._loaded: list[_Operand] = []
@@ -92,11 +90,11 @@ class Bounds:
 
         def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
             bounds._begin(self.fn, args, kwargs)
-            # Not left to Triton's default, on which bits would depend.
+            # Triton's default must not decide FP fusion, as the bits depend on it.
             assert kwargs.get("enable_fp_fusion") is True or not self.fn.__module__.startswith("fusedtp.kernels")
             return launch(self, *args, **kwargs)
 
-        # A descriptor's load ends here too, masked to the descriptor's shape.
+        # Descriptor loads are checked here too, masked to the descriptor's shape.
         def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any, **options: Any) -> Any:
             bounds._check("loads", ptrs, mask, bounds._loaded)
             return load(self, ptrs, mask, *args, **options)
@@ -138,7 +136,7 @@ class Bounds:
         self._stack.close()
 
     def _begin(self, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # What this launch may touch.
+        # Collect the memory that this launch may touch.
         names = inspect.getfullargspec(kernel).args
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         self._kernel = kernel.__name__
@@ -155,7 +153,7 @@ class Bounds:
         if mask is None:
             at = ptrs.data.reshape(-1)
         else:
-            # The interpreter's own tensor, or an array.
+            # `mask` is a tensor of the interpreter, or an array.
             wanted = np.asarray(mask.data)
             at = np.broadcast_to(ptrs.data, wanted.shape)[wanted]
         left, itemsize = at.astype(np.int64), _itemsize(ptrs)
@@ -174,7 +172,7 @@ class Bounds:
 
 
 def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    # Of what a kernel is given, also in its tuples: what a matrix points to has the matrix' name, in every block.
+    # Yield a kernel's tensor arguments, also those in tuples. The `ptr` of a matrix has the name of the matrix.
     for name, value in given.items():
         if isinstance(value, Tensor):
             yield name, value
@@ -201,7 +199,7 @@ def watch(group: ProcessGroup) -> None:
 
 
 def checked(group: ProcessGroup) -> int:
-    """How many accesses of this rank have been checked so far."""
+    """Return the number of accesses of this rank checked so far."""
     assert _watching is not None, "the rank was started anew and is no longer checked"
     return _watching.accesses
 

@@ -8,9 +8,8 @@ from fusedtp.bench.cli import app
 
 
 def command(*arguments: object, code: int | None = 0, columns: int = 200) -> str:
-    """Return what a command says that must end with this exit code, or, of None, succeed or refuse.
-
-    A question is answered with yes.
+    """Run a command, answer questions with yes, and return its output.
+    The exit code must be `code`; with None, 0 or 2.
     """
     done = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, list(map(str, arguments)), input="y\n")
     if done.exception is not None and not isinstance(done.exception, SystemExit):
@@ -20,5 +19,5 @@ def command(*arguments: object, code: int | None = 0, columns: int = 200) -> str
 
 
 def folded(output: str) -> str:
-    """Return it in one line, without the frames and folds of a terminal."""
+    """Return the output as one line, without the frames and line breaks of a terminal."""
     return " ".join(output.replace("\u2502", " ").split())

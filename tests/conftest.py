@@ -1,6 +1,6 @@
 """One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result.
 
-Timings that pytest-benchmark saves carry the machine as rows do, and are not compared with another machine's.
+pytest-benchmark saves the machine with its timings, and timings of another machine are not compared.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from fusedtp.bench.ranks import Pending, RankError, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Measurement
 
-# What was measured on this machine must not decide which schedules the tests of the others take.
+# This machine's tuning table must not choose the schedules of the tests.
 os.environ["FUSEDTP_TUNING"] = "off"
-# typer folds what it says of an error, paths too, to the width of the terminal.
+# typer wraps error messages, and paths in them, to the width of the terminal.
 os.environ["TERMINAL_WIDTH"] = "1000"
 # Exceptions of torch.distributed carry C++ frames. Looking up their lines takes seconds, and there are many.
 os.environ["TORCH_DISABLE_ADDR2LINE"] = "1"
-# Compiled kernels are executed where Triton's interpreter has not been chosen: `nox -s emulate`, `test_emulated.py`.
+# Only processes without Triton's interpreter execute compiled kernels: `nox -s emulate`, `test_emulated.py`.
 if os.environ.get("TRITON_INTERPRET") != "0":
     collect_ignore = ["test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py"]
-# torch's CUDA code runs over the stub of a GPU: `nox -s virtual_gpu`.
+# Run torch's CUDA code over the stub of a GPU: `nox -s virtual_gpu`.
 if "GPU_STUB_DEVICES" not in os.environ:
     collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
 
 
 def poison(group: ProcessGroup | None = None) -> None:
-    """Fill what `empty` returns with NaN from now on, so an element that nothing wrote fails every comparison.
+    """Fill the memory that `empty` returns with NaN from now on: an element that nothing wrote fails every comparison.
 
-    Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings. (Torch's other
-    function for it loads the compiler, which takes a rank longer than torch itself.)
+    Deterministic mode makes the allocator fill memory; its own errors become warnings.
+    (torch.use_deterministic_algorithms loads the compiler, which takes a rank longer than importing torch.)
     """
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     if group is not None:
-        # Four ranks on two cores, interpreted: on a busy machine a peer may be long, which these tests are not about.
+        # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)
 
 
 class PoisonedPool(RankPool):
-    """A pool whose ranks are poisoned before their first call, also after a restart."""
+    """A pool that poisons its ranks before their first call, also after a restart."""
 
     shared: PoisonedPool | None = None
     _poisoned: list[int] | None = None
@@ -74,15 +74,15 @@ def _poisoned_parent() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers() -> Iterator[None]:
-    """What ranks are forked from has imported torch; one such process an environment serves all pools."""
+    """Keep fork servers that have imported torch; each environment has one server for all pools."""
     with forks.kept():
         yield
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four ranks, started by the first test that asks; `world_size=` of a call takes the first few of them."""
-    # Thousands of DTensor's all-gathers come before the last test; two workers would not always survive them.
+    """Start four ranks for the first test that asks; `world_size=` of a call takes the first few ranks."""
+    # DTensor makes thousands of all-gathers before the last test; two workers would not always survive them.
     with PoisonedPool(4, timeout=300, gloo_workers=1) as ranks:
         PoisonedPool.shared = ranks
         yield ranks
@@ -91,7 +91,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _timeouts_end_with_a_file() -> Iterator[None]:
-    """Ranks of the pool have the timeout again that `poison` gave them, whatever a file's last test gave them."""
+    """Reset the ranks' timeout to that of `poison` after each test file."""
     yield
     if PoisonedPool.shared is not None:
         with contextlib.suppress(RankError):
@@ -104,8 +104,8 @@ def patient(group: ProcessGroup) -> None:
 
 @pytest.fixture(scope="module")
 def within_bounds(pool: RankPool) -> Iterator[None]:
-    """The pool's ranks check every address that a kernel touches; see `bounds`."""
-    # Not at the top: ranks load this file on its own, for `poison`.
+    """Check every address that a kernel touches on the pool's ranks; see `bounds`."""
+    # Not at the top: ranks load this file by itself, for `poison`.
     from .bounds import unwatch, watch
 
     pool.run(watch)
@@ -119,14 +119,14 @@ def destroy_all(group: ProcessGroup) -> None:
 
 @pytest.fixture
 def destroyed_on_all_ranks(pool: RankPool) -> Iterator[None]:
-    """After a test that destroys what every group has on some ranks only: the others follow."""
+    """Call `destroy` on all ranks after a test that destroys every group on some ranks only."""
     yield
     pool.run(destroy_all)
 
 
 @pytest.fixture(scope="session")
 def make_row() -> Callable[..., Measurement]:
-    """A row of a measured case from the columns given; the others are empty, or say that it passed its check."""
+    """Return a function that makes a row of a measured case; columns not given are empty, and `gate` is passed."""
 
     def make(**values: Any) -> Measurement:
         given = {"op": "all_gather_matmul", "variant": "unfused", "M": 1024, "N": 1024, "K": 1024, "dtype": "float32"}
@@ -152,7 +152,7 @@ def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_scale_unit(unit: str, benchmarks: list[Mapping[str, Any]]) -> tuple[str, float] | None:
-    """Ratios are shown as they are, not in a thousandth of a unit."""
+    """Show ratios unscaled."""
     ratios = unit == "seconds" and all(each["name"].startswith("test_ratio") for each in benchmarks)
     return ("", 1.0) if ratios else None
 
@@ -166,24 +166,24 @@ def pytest_benchmark_compare_machine_info(
 
 
 def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:
-    """What every collective of `group` and every op over shared memory would change."""
+    """Return the counters that every collective of `group` and every op over shared memory increment."""
     from fusedtp.workspaces import registry
 
-    # A group of a registered backend has no such number of its own.
+    # A group of a registered backend has no sequence number of its own.
     backend = group._get_backend(torch.device("cpu"))
     return backend._get_sequence_number_for_group(), {key: ws.epoch for key, ws in registry._workspaces.items()}
 
 
 def good(group: ProcessGroup) -> None:
-    """A call of both kinds: over shared memory and over the backend."""
+    """Make one call over shared memory and one over the backend."""
     for schedule in ("decomposed", "unfused"):
         out = fusedtp.all_gather(torch.full((1, 1), float(group.rank())), group=group, schedule=schedule)
         assert out.flatten().tolist() == [float(rank) for rank in range(group.size())]
 
 
 def refuse(group: ProcessGroup, name: str, file: str) -> list[tuple[str, str]]:
-    """The kind and text of the error of every call in a test file's table BAD, each followed by good calls."""
-    # torch warns that some kinds of tensors are young, and some old.
+    """Return the kind and text of the error of every call in a test file's table BAD; make good calls after each."""
+    # torch warns that some kinds of tensors are prototypes, and that some are deprecated.
     warnings.simplefilter("ignore")
     module = load_module(name, file)
     here, errors = module.Here(group), []
@@ -204,7 +204,7 @@ def refuse(group: ProcessGroup, name: str, file: str) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def refusals(pool: RankPool, request: pytest.FixtureRequest) -> dict[str, list[tuple[str, str]]]:
-    """By the name of each row of this test file's table, the error's kind and text on each rank."""
+    """Return, for each row's name in this test file's table, the error's kind and text on each rank."""
     module = request.module
     names = [row[0] for row in module.BAD]
     assert len(set(names)) == len(names)

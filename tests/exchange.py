@@ -1,9 +1,9 @@
-"""How torch's symmetric memory exchanges records between ranks, re-enacted key by key over a real store.
+"""A model of how torch's symmetric memory exchanges records between ranks, key by key over a real store.
 
-After `StoreExchange` (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp) and its uses in
-`make_peer_alloc_info` (CUDASymmetricMemory.cu): 2.11 waits for each peer's key and gets it, and a barrier is one more
-exchange; 2.13 gets all keys at once, and `Store::barrier` counts members; `mended` is 2.13 with a count for each store
-(pytorch pull 196350). One `Exchange` stands for one process.
+Source: `StoreExchange` (torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp) and
+`make_peer_alloc_info` (CUDASymmetricMemory.cu).
+- 2.11 waits for each peer's key and gets it; a barrier is one more exchange.
+- 2.13 gets all keys at once; `Store::barrier` counts members. `mended` (pytorch pull 196350) counts for each store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Exchange:
         return f"CUDASymmetricMemory/{number}"
 
     def all_gather(self, store: Store, rank: int, world_size: int, value: bytes) -> list[bytes]:
-        """Every rank's value."""
+        """Return every rank's value."""
         prefix = self._next(store)
         keys = [f"{prefix}/{peer}" for peer in range(world_size)]
         store.set(keys[rank], value.decode())
@@ -47,7 +47,7 @@ class Exchange:
         return store.multi_get(keys)
 
     def barrier(self, store: Store, rank: int, world_size: int) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self._version == "2.11":
             self.all_gather(store, rank, world_size, b"0")
             return
@@ -57,13 +57,13 @@ class Exchange:
         store.wait([f"{prefix}/last_member"], self._limit)
 
     def rendezvous(self, name: str, value: bytes) -> list[bytes]:
-        """Every rank's value, by what a rendezvous in the group of that name exchanges."""
+        """Exchange values as a rendezvous in the group `name` does, and return every rank's value."""
         group = _resolve_process_group(name)
-        # By way of C++, as torch: a store that is written in Python is called as one.
+        # PrefixStore is C++, as in torch, and calls into a store that is written in Python.
         store = PrefixStore("torch", group.get_group_store())
         self._stores[name] = store
         values = self.all_gather(store, group.rank(), group.size(), value)
         self.barrier(store, group.rank(), group.size())
-        # Whether multicast has worked.
+        # The last exchange tells each rank whether multicast works.
         assert self.all_gather(store, group.rank(), group.size(), b"1") == [b"1"] * group.size()
         return values

@@ -1,4 +1,4 @@
-"""Parts of documents that tests write: what stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""Generated parts of documents, between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
 README's line of measured speed-ups and the tables of docs/measured.md come from results/.
 """
@@ -19,7 +19,7 @@ from fusedtp.bench.tables import milliseconds
 
 
 def replaced(document: str, name: str, content: str) -> str:
-    """The document with the part `name` replaced."""
+    """Return the document with the part `name` replaced."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
     assert document.count(begin) == document.count(end) == 1, name
     before, _, rest = document.partition(begin)
@@ -27,7 +27,7 @@ def replaced(document: str, name: str, content: str) -> str:
 
 
 def as_written(path: Path, name: str, content: str, variable: str) -> None:
-    """The document has this content, or gets it where the environment has `variable`=write."""
+    """Check that the document has this content, or write it if the environment has `variable`=write."""
     text = path.read_text()
     made = replaced(text, name, content)
     if os.environ.get(variable) == "write":
@@ -37,7 +37,7 @@ def as_written(path: Path, name: str, content: str, variable: str) -> None:
 
 
 def measured_line(rows: Sequence[Measurement]) -> str:
-    """Markdown of what `decomposed` gains forward: over all single matmuls, and over those of the models."""
+    """Return markdown of the forward speed-ups of `decomposed`: over all single matmuls, and over models' matmuls."""
     frame = timed(frame_of(rows))
     frame = frame[frame["direction"] == "forward"]
     said = []
@@ -56,7 +56,7 @@ def measured_line(rows: Sequence[Measurement]) -> str:
 
 
 def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
-    """Markdown of the forward cases at one world size and dtype: medians in ms, speed-up, share of the matmul alone."""
+    """Return markdown of forward cases at one world size and dtype: medians in ms, speed-up, ratio to the matmul."""
     frame = frame_of(rows)
     shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
@@ -84,7 +84,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
 
 
 def decode_table(frame: pd.DataFrame) -> str:
-    """Return markdown of decode's rows: by ranks and tokens, speed-ups as geometric means over the sizes of weights."""
+    """Return markdown of the decode rows: for ranks and tokens, geometric means of speed-ups over weight sizes."""
     lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
     parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
     for (ranks, tokens), part in parts:

@@ -1,4 +1,4 @@
-"""The harness: spreads of combinations, what ranks that disagree are told, wrong schedules, a compiler in a hurry."""
+"""The harness: spreads of combinations, messages of disagreeing ranks, wrong schedules, a faster compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LARGE = os.environ.get("FUSEDTP_SOAK") == "large"
 
 
 def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]:
-    """Return combinations of one value of each list in which every value has its turn; all of them if `large`."""
+    """Return combinations that use every value of each list at least once; all combinations if `large`."""
     if large:
         return list(product(*values))
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
@@ -36,8 +36,8 @@ def mesh_of(group: ProcessGroup) -> DeviceMesh:
 
 
 def told(group: ProcessGroup, call: Callable[[], object]) -> str:
-    """Return the message of RanksDisagree, which the call must raise on every rank; give this group's memory back, and
-    no other's, as other groups have ranks that are not here.
+    """Return the message of RanksDisagree, which the call must raise on every rank. Destroy only this group: other
+    groups have ranks that are not here.
     """
     try:
         call()
@@ -50,7 +50,7 @@ def told(group: ProcessGroup, call: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def wrong(schedule: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Change every result of a schedule's tasks meanwhile, as a test of what must find it out."""
+    """Change every result of a schedule's tasks, to test that a check finds the change."""
     from fusedtp.schedules.forms import Prepared
 
     run = Prepared.go
@@ -64,9 +64,7 @@ def wrong(schedule: str, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def few_kernels() -> AbstractContextManager[Any]:
-    """Let torch's compiler have no pool of processes, read torch's headers once for all kernels, and take the
-    processor's word for its vectors: to compile a program with each kind of them takes longer than the kernels.
-    """
+    """Make torch's compiler start fast: no pool of processes, precompiled headers, no test of vector instructions."""
     from torch._inductor import config
 
     return config.patch(  # type: ignore[no-any-return]
@@ -75,7 +73,7 @@ def few_kernels() -> AbstractContextManager[Any]:
 
 
 def last_path() -> fusedtp.Path:
-    """Return how the last call ran; there was one."""
+    """Return how the last call ran."""
     path = fusedtp.last_path()
     assert path is not None
     return path
@@ -83,7 +81,7 @@ def last_path() -> fusedtp.Path:
 
 @contextlib.contextmanager
 def on_gfx942(here: bool = True) -> Iterator[None]:
-    """Act as if this rank's device were AMD's with float8 of its own. Calls that were made ready know of another."""
+    """Pretend that this rank's device is AMD's, with its own float8 format. Prepared calls are dropped."""
     from fusedtp import float8
     from fusedtp.workspaces import generation
 
@@ -94,13 +92,13 @@ def on_gfx942(here: bool = True) -> Iterator[None]:
 
 
 def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
-    """Put torchao's Float8Linear in place of the linears whose names begin so."""
+    """Put torchao's Float8Linear in place of the linears whose names begin with `under`."""
     with warnings.catch_warnings():
-        # Its own sources have what newer Pythons and torch warn of.
+        # torchao's sources trigger warnings of newer Pythons and torch.
         warnings.simplefilter("ignore")
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # A CPU has no matrix unit for float8: operands are cast, then multiplied wider.
+    # A CPU has no matrix unit for float8: operands are cast to float8, then multiplied in a wider dtype.
     config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     made: nn.Module = convert_to_float8_training(
         model, config=config, module_filter_fn=lambda _, name: name.startswith(under)
@@ -109,9 +107,10 @@ def by_torchao(model: nn.Module, recipe: Any, under: str = "") -> nn.Module:
 
 
 def on_ranks(world_size: int | None = None, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of what every rank does: its first argument is the rank's group, the others are the test's own.
+    """Make a test that runs `body` on every rank; the first argument is the rank's group, the others are the test's
+    own.
 
-    `world_size`: how many ranks of the pool, unless the test has an argument of that name; None for all.
+    `world_size`: number of ranks, unless the test has an argument of that name; None for all.
     """
 
     def made(body: Callable[..., None]) -> Any:
@@ -124,7 +123,7 @@ def on_ranks(world_size: int | None = None, timeout: float | None = None) -> Cal
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(body, name))
         test.__signature__ = inspect.Signature([pool, *own])  # type: ignore[attr-defined]
-        # Ranks find the body by its name.
+        # Ranks find the body by its qualified name.
         test.body, body.__qualname__ = body, f"{body.__qualname__}.body"  # type: ignore[attr-defined]
         return test
 

@@ -1,4 +1,4 @@
-"""Rounds of the tracked cases, made up: as a launch of the benchmarks has them, with a truth that is known."""
+"""Made-up rounds of the tracked cases, as a launch of the benchmarks returns them, with known true ratios."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIOS = {f"{key} / matmul": ratio for key, ratio in TRUE.items()} | {
 
 
 def noisy(slower: Mapping[str, float], seed: int, num_rounds: int = 32, noise: float = 0.2) -> Launch:
-    """Rounds as a busy machine gives them, some struck by something else; `slower` by schedule or id."""
+    """Return rounds as on a busy machine, some of them disturbed; `slower`: factor by schedule or id."""
     generator = random.Random(seed)
 
     def times_of(each: Tracked) -> dict[str, list[float]]:

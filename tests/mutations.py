@@ -1,7 +1,7 @@
-"""Files made wrong at random: in their bytes, in their lines, and, of JSON and CSV, in one value.
+"""Randomly broken files: in bytes, in lines, and for JSON and CSV in one value.
 
-A mutation of a value says whether a reader must refuse it: where it is of another kind, or beyond any limit. Whether
-one of bytes must be refused nobody can say, as a digit may have become another.
+A mutated value says whether a reader must refuse it: if it has another kind, or is beyond any limit. Mutated bytes
+cannot say so, as a digit may have become another digit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from io import StringIO
 from typing import Any
 
-# Of no number's or name's kind, or beyond what any is.
+# Values that are neither a number nor a name, or out of range.
 WRONG_JSON: tuple[Any, ...] = (
     None, True, "", "many", "\ud800", "[bold]", -1e300, 1e300, -(10**25), [], [[]], {}, {"ms": 1}, float("nan"),
     float("inf"), "\x1b[31m",
 )  # fmt: skip
-# Text in place of JSON's own value: `json` would not write the first.
+# A placeholder that is replaced by digits: `json` cannot write integers of thousands of digits.
 _LONG = "@long@"
 LONG_DIGITS = (31, 400, 5000)
 WRONG_CELLS = (
@@ -30,7 +30,7 @@ _BYTES = b"\0\n\r\t \"',[]{}:.-+eE0123456789\xff\xc3nNtTfF$<>|"
 
 
 def of_bytes(content: bytes, rng: random.Random) -> bytes:
-    """One to four places changed: bytes, a stretch cut out or twice, the end cut off, lines swapped."""
+    """Return the bytes with one to four mutations: bytes changed, a part cut or doubled, lines swapped, the end cut."""
     made = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(made) + 1)
@@ -57,7 +57,7 @@ def of_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every key and index of a JSON value."""
+    """Yield the path of every key and index of a JSON value."""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in pairs:
         yield (*at, key)
@@ -65,7 +65,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def of_json(content: bytes, rng: random.Random) -> tuple[bytes, tuple[Any, ...]]:
-    """One value of another kind, without its key, under another key, or there twice; and its place."""
+    """Return the JSON with one mutation, and its path: another kind, no key, another key, or a doubled key."""
     made = copy.deepcopy(json.loads(content))
     place = rng.choice(list(places(made)))
     holder = made
@@ -83,13 +83,13 @@ def of_json(content: bytes, rng: random.Random) -> tuple[bytes, tuple[Any, ...]]
         holder[place[-1]] = rng.choice([each for each in WRONG_JSON if not any(each is other for other in same)])
     text = json.dumps(made, indent=1).replace(f'"{_LONG}"', "7" * rng.choice(LONG_DIGITS))
     if kind == 5 and isinstance(place[-1], str):
-        # The same key again: which of both would be meant?
+        # A doubled key: readers cannot know which value is meant.
         text = text.replace(f'"{place[-1]}":', f'"{place[-1]}": 1, "{place[-1]}":', 1)
     return text.encode(), place
 
 
 def of_cell(content: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """One cell that is no number, no flag and no name; and its column."""
+    """Return the CSV with one cell that is no number, flag or name, and the cell's column."""
     head, *rows = csv.reader(StringIO(content.decode(), newline=""))
     row, column = rng.choice(rows), rng.randrange(len(head))
     row[column] = rng.choice(WRONG_CELLS)

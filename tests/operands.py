@@ -1,4 +1,4 @@
-"""Operands of every op of the table, and what comes of them."""
+"""Operands of every op of the table, and their results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fusedtp.shards import even_sizes
 
-# Rows, columns, contraction, and what else is multiplied: of few rows; of several of the interpreter's tiles in each
-# shard and in each direction; of as many rows as no schedule puts together.
+# Rows, columns, contraction, and columns of the second product. FEW: few rows. TILES: several of the interpreter's
+# tiles in each shard and direction. MANY: more rows than any schedule multiplies at once.
 FEW, TILES, MANY = (13, 10, 9, 7), (300, 70, 9, 7), (800, 20, 9, 7)
 
 
@@ -24,7 +24,7 @@ class Given(NamedTuple):
 
 
 class Whole:
-    """All ranks' matrices, the same on each of them."""
+    """All ranks' matrices, the same on each rank."""
 
     def __init__(self, rank: int, world_size: int, shape: tuple[int, int, int, int] = FEW) -> None:
         self.rank, self.world_size, self.shape = rank, world_size, shape
@@ -32,11 +32,11 @@ class Whole:
         self._random = torch.Generator().manual_seed(7)
 
     def matrix(self, *shape: int) -> Tensor:
-        """A new one, in values of float32."""
+        """Return a new matrix with float32 values."""
         return torch.randn(*shape, generator=self._random).double()
 
     def each(self, *shape: int) -> list[Tensor]:
-        """One a rank."""
+        """Return one new matrix for each rank."""
         return [self.matrix(*shape) for _ in range(self.world_size)]
 
 

@@ -1,9 +1,9 @@
-"""The linear functions with their options in float64: what every rank must get, and how far off each element may be.
+"""The linear functions with their options in float64: every rank's expected result, and the allowed error of each
+element.
 
-`Case` is a call of one function with options. `Operands` makes a rank's operands of it, runs the call, and checks
-results and gradients. Bounds are those of `reference`, carried through f: where z may be off by e, f(z) may be off by
-L e and f'(z) by L2 e, L and L2 being the most that |f'| and |f''| are; a step of relu's may be on the other side where
-|z| <= e.
+`Case` is a call of one function with options. `Operands` makes a rank's operands, runs the call, and checks results and
+gradients. Bounds are those of `reference`, carried through f: if z may be off by e, f(z) may be off by L e and f'(z) by
+L2 e. L and L2 are the largest |f'| and |f''|. For |z| <= e the step of relu may be on the other side.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .harness import last_path
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }  # fmt: skip
-# At most 1.13 and 1.09 (gelu, at sqrt(2)), 1.10 (silu); of second derivatives 0.80 (gelu, at 0).
+# The largest |f'|: 1.13 and 1.09 (gelu, at sqrt(2)), 1.10 (silu). The largest |f''|: 0.80 (gelu, at 0).
 L, L2 = 1.14, 0.9
-# Rounding inside of f, by what is subtracted there: eight roundings of terms up to 1 + |z|.
+# Rounding inside of f, with its subtractions: eight roundings of terms up to 1 + |z|.
 ROUNDINGS = 8
 K, EPS = 24, 1e-5
 
@@ -42,7 +42,7 @@ def whole(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def cut(length: int, world_size: int, how: str) -> tuple[int, ...]:
-    """Return the ranks' lengths: even, one rank with most, or nothing but on the last."""
+    """Return the ranks' lengths: even, nearly all on the first rank ("lopsided"), or all on the last."""
     if how == "even":
         return even_sizes(length, world_size)
     most = length - (world_size - 1) * (how == "lopsided")
@@ -57,7 +57,7 @@ def _function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 class Near:
-    """Values in float64, and how far from them a result may be."""
+    """Values in float64, and the allowed error of a result."""
 
     def __init__(self, value: Tensor, off: Tensor, dtype: torch.dtype) -> None:
         self.value, self.off, self.dtype = value, off, dtype
@@ -68,17 +68,17 @@ class Near:
         return Near(value, off + self._eps * value.abs() + reference.underflow(self.dtype, 1), self.dtype)
 
     def times(self, other: Near) -> Near:
-        """Return both multiplied, and rounded."""
+        """Return the rounded product with `other`."""
         off = self.value.abs() * other.off + self.off * other.value.abs() + self.off * other.off
         return self._made(self.value * other.value, off)
 
     def through(self, name: str) -> Near:
-        """Return f of it, rounded."""
+        """Return f(value), rounded."""
         inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
         return self._made(_function(name)(self.value), L * self.off + inside)
 
     def slope(self, name: str) -> Near:
-        """Return f' of it."""
+        """Return f'(value)."""
         z = self.value.clone().requires_grad_()
         (slope,) = torch.autograd.grad(_function(name)(z).sum(), z)
         inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
@@ -90,24 +90,24 @@ class Near:
 
 
 def near(x: Tensor) -> Near:
-    """Return a tensor as it is."""
+    """Return a tensor as exact values."""
     return Near(x.double(), torch.zeros_like(x, dtype=torch.float64), x.dtype)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Near:
-    """Return a @ b.T + bias, of which nothing is summed over ranks."""
+    """Return a @ b.T + bias without a sum over ranks."""
     return Near(reference.matmul(a, b.t(), bias), reference.bound(a, b.t(), dtype, bias=bias, sum_dtype=dtype), dtype)
 
 
 def results(name: str, zs: Sequence[Near]) -> list[Near]:
-    """Return every y."""
+    """Return the expected results y."""
     if name not in GATED:
         return [z.through(name) if name else z for z in zs]
     return [zs[0].through(GATED[name]).times(zs[1])]
 
 
 def gradients(name: str, dys: Sequence[Tensor], zs: Sequence[Near]) -> list[Near]:
-    """Return every dz."""
+    """Return the expected dz of each z."""
     if name not in GATED:
         return [near(dy).times(z.slope(name)) if name else near(dy) for dy, z in zip(dys, zs, strict=True)]
     (dy,), (gate, up), function = dys, zs, GATED[name]
@@ -115,12 +115,12 @@ def gradients(name: str, dys: Sequence[Tensor], zs: Sequence[Near]) -> list[Near
 
 
 def contracted(dz: Sequence[Near], other: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of dz @ other, rounded after each of them, and how far it may be off."""
+    """Return the sum of dz @ other, rounded after each term, and its allowed error."""
     dtype, sizes = dz[0].dtype, [each.value.shape[1] for each in dz]
     left, off, right = (
         torch.cat(each, dim) for each, dim in (([d.value for d in dz], 1), ([d.off for d in dz], 1), (list(other), 0))
     )
-    # What dz is off by is contracted too; rounding that is of second order.
+    # The error of dz is contracted too; rounding of that error is of second order.
     allowed = reference.bound(left, right, dtype, k_sizes=sizes, sum_dtype=dtype)
     return reference.matmul(left, right), allowed + 1.01 * (off @ right.double().abs())
 
@@ -134,7 +134,7 @@ def in_float64(y: Tensor, norm: str, norm_eps: float, norm_weight: Tensor, norm_
 
 
 def check_norm(normed: Tensor, y: Tensor, given: dict[str, Any]) -> None:
-    """Check normed in float64, of y as it was rounded: a rounding of means, of the result, and of the difference."""
+    """Check `normed` against the float64 norm of the rounded y: means, result and difference are each rounded once."""
     assert normed.dtype == y.dtype
     assert normed.stride() == y.stride()
     exact, eps = in_float64(y, **given), torch.finfo(torch.float64 if y.dtype == torch.float64 else torch.float32).eps
@@ -148,7 +148,7 @@ def check_norm(normed: Tensor, y: Tensor, given: dict[str, Any]) -> None:
 class Case:
     """A call: of all_gather_linear (`gather`), fsdp_linear, linear_reduce_scatter (`scatter`) or linear_all_reduce.
 
-    - `shape`: leading dims of the whole x. `dim`: the one that is gathered or scattered; -1 is the features.
+    - `shape`: leading dims of the whole x. `dim`: the gathered or scattered dim; -1 is the features.
     - `how`: the cut of `dim`, or of the features of fsdp_linear's weight; `k_how`: of a contraction.
     - `features`: the length of the contraction.
     - `widths`, `biased`: of each weight. `frozen`: operands without a gradient. `unused`: results without one.
@@ -172,7 +172,7 @@ class Case:
 
 
 class Operands:
-    """A case's operands on one rank, and what its call must give there."""
+    """A case's operands on one rank, and the expected results of its call there."""
 
     def __init__(self, case: Case, group: ProcessGroup) -> None:
         self.case, self.group, self.norm = case, group, {}
@@ -196,12 +196,12 @@ class Operands:
         return list(zip(self.case.widths, self.case.biased, strict=True))
 
     def _of_gathers(self, biases: Sequence[Tensor | None], ranks: range) -> None:
-        # The gathered operand is the same for all ranks, which have others of their own.
+        # The gathered operand is the same for all ranks; the other operands differ.
         case, rank = self.case, self.rank
         dtype, outs = case.dtype, case.widths[: 1 if case.activation in GATED else None]
         gathers = case.kind == "gather"
         xs = [whole((*case.shape, case.features), dtype, 0 if gathers else 10 + r) for r in ranks]
-        # Products near 1, where an activation is curved.
+        # Products near 1, where activations are curved.
         seeds = [50 + 100 * r * gathers for r in ranks]
         ws = [[whole((n, case.features), dtype, seed + i) / 4 for i, n in enumerate(case.widths)] for seed in seeds]
         dys = [[whole((*case.shape, n), dtype, 1000 + 100 * r + i) for i, n in enumerate(outs)] for r in ranks]
@@ -243,7 +243,7 @@ class Operands:
         allowed = reference.bound(rows, w.t(), case.dtype, k_sizes=features, bias=biases[0], sum_dtype=case.dtype)
         self.y, off = reference.matmul(rows, w.t(), biases[0]).view(shape), allowed.view(shape)
         if case.residual:
-            # It is one more term of the sum, and of what is rounded.
+            # The residual is one more term of the sum, and of the rounding.
             self.y, off = self.y + residual.double(), off + 2 * torch.finfo(case.dtype).eps * residual.double().abs()
         self.expected = [(self.mine(self.y), self.mine(off))]
         own_x, own_w = (each.split(features, -1)[self.rank] for each in (x, w))
@@ -262,8 +262,8 @@ class Operands:
         return x if self.case.kind == "all_reduce" else x.split(self.sizes, self.case.dim)[self.rank]
 
     def leaves(self, *, dense: bool = False) -> dict[str, Tensor]:
-        """Return the operands to call with, by name. Unless they are `dense`, x and weights have NaN between their
-        rows, and the second weight is transposed.
+        """Return the operands to call with, by name. Unless `dense`, x and weights have NaN between their rows, and the
+        second weight is transposed.
         """
         found = {name: each.clone() for name, each in self.given.items()}
         for name, each in self.given.items():
@@ -273,7 +273,7 @@ class Operands:
         return {name: each.requires_grad_(name not in self.case.frozen) for name, each in found.items()}
 
     def call(self, schedule: str, given: dict[str, Tensor], **more: Any) -> list[Tensor]:
-        """Run the call and return its results: with a norm y, then the normed y."""
+        """Run the call and return its results; with a norm, y and then the normed y."""
         case, x = self.case, given["x"]
         options: dict[str, Any] = {"group": self.group, "schedule": schedule, **more}
         weights, biases = ([given.get(f"{each}{i}") for i in range(len(case.widths))] for each in "wb")
@@ -294,8 +294,8 @@ class Operands:
         return [out] if isinstance(out, Tensor) else [out[1], out[0]]
 
     def check(self, schedule: str, name: str, **more: Any) -> None:
-        """Check results and every gradient, and that results have the same bits where no gradient is made, and on every
-        rank that has all of them. `more`: further arguments of the call.
+        """Check results and every gradient, and that results have the same bits without a gradient and on every rank
+        that has all of them. `more`: further arguments of the call.
         """
         leaves = self.leaves()
         outs = self.call(schedule, leaves, **more)
@@ -316,7 +316,7 @@ class Operands:
             return
         used = [i for i in range(len(outs)) if i not in self.case.unused and outs[i].requires_grad]
         if used:
-            # As autograd may hand it down: transposed.
+            # Transposed, as autograd may pass a gradient.
             dys = [dy.mT.contiguous().mT if len(used) % 2 else dy for dy in self.dys]
             torch.autograd.backward([outs[i] for i in used], [dys[i] for i in used])
         for key, leaf in leaves.items():
@@ -328,7 +328,7 @@ class Operands:
                 reference.check(leaf.grad, *self.grads[key], f"{name}: d{key}")
 
     def _check_path(self) -> None:
-        # Where an activation and a residual are computed, and that a norm comes after them.
+        # The path tells where an activation and a residual are computed, and that a norm comes after them.
         case, path = self.case, last_path()
         schedule = path.schedule if self.group.size() > 1 else "unfused"
         where = {"fused": "in the kernel", "decomposed": "by chunk", "unfused": "after it"}[schedule]
@@ -336,13 +336,13 @@ class Operands:
         assert path.epilogue == ", ".join(added + [f"{case.norm} after it"] * bool(case.norm))
 
     def _check_norm(self, leaves: dict[str, Tensor], outs: Sequence[Tensor], name: str) -> None:
-        # y is as without the norm, to the bit; gradients are those of one process, in float64.
+        # y has the same bits as without the norm. Gradients are compared with one process in float64.
         y, normed = outs
         given = {key: each for key, each in leaves.items() if key.startswith("norm")}
         check_norm(normed.detach(), y.detach(), self.norm | {key: each.detach() for key, each in given.items()})
         if self.case.dtype not in (torch.float32, torch.float64):
             return
-        # What follows is linear in both results, the same on all ranks.
+        # The loss is linear in both results, and the same on all ranks.
         dnormed, dy = (whole(self.y.shape, torch.float64, seed) * (i not in self.case.unused)
                        for i, seed in ((1, 7), (0, 8)))  # fmt: skip
         ((normed * self.mine(dnormed)).sum() + (y * self.mine(dy)).sum()).backward()

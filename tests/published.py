@@ -11,14 +11,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def folder() -> Path:
-    """The folder of the rows that the pictures are made from."""
+    """Return the folder of the rows that the pictures are made from."""
     return (ROOT / "docs" / "pictures" / "sweep.png").resolve().parent
 
 
 def rows(scratch: Path) -> Path:
-    """The file of these rows; as it is committed, in `scratch`, unless README is about to change with it.
+    """Return the file of these rows: the committed file, copied to `scratch`, unless README has uncommitted changes.
 
-    Who sweeps on such a machine has rows of his own in that place.
+    A sweep on the same machine overwrites the file in the work tree.
     """
     path = folder() / "sweep.csv"
     if not git(ROOT, "status", "--porcelain", "--", "README.md"):

@@ -1,10 +1,9 @@
-"""Times that others have published, results/published/times.csv, beside what the cost model says of them.
+"""Published times of others, results/published/times.csv, beside the cost model's predictions.
 
-Sizes are global, M x N x K; of a tensor without a matmul M x N, or its length alone. A way is a schedule, a form of
-one, or what it is beside them: the library's matmul alone, a multimem kernel, a kernel that adds and normalizes.
-matmul_us and kernel_matmul_us are the measured matmuls where they were published too; fitted: a number of
-`cost.hardware` was taken from it. Where the model cannot say what was measured, `why` names the reason, a key of
-REASONS.
+Sizes are global, M x N x K; without a matmul M x N, or a length alone. A way is a schedule, a form of a schedule, or
+something else: the library's matmul alone, a multimem kernel, a kernel that adds and normalizes. matmul_us and
+kernel_matmul_us are measured matmuls, if published. fitted: a number of `cost.hardware` comes from this row. If the
+model cannot predict a time, `why` names the reason, a key of REASONS.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Published(NamedTuple):
             assert time is not None
             return time
         if self.way == "elementwise":
-            # What is added and the sum, each read and written.
+            # Two tensors, the addend and the sum, are each read and written.
             return elementwise_us(4 * num_bytes, machine)
         form, in_switch = self.way.split()[0], self.way.endswith("in the switch")
         algorithm = "two_shot" if in_switch else form.replace("-", "_") if form.endswith("-shot") else "auto"
@@ -98,7 +97,7 @@ class Published(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        """A schedule's own form is another's kernel here, the rest the same library's."""
+        """Return the allowed relative error: larger if the published kernel is not ours but another's."""
         return 0.20 if self.way.split()[0] in ("fused", "decomposed", "one-shot", "two-shot") else 0.15
 
 
@@ -119,13 +118,13 @@ ROWS = _read()
 
 
 def of(source: str, **fields: object) -> list[Published]:
-    """The rows whose source ends with `source` and whose fields are those."""
+    """Return the rows whose source ends with `source` and whose fields have these values."""
     rows = [row for row in ROWS if row.source.endswith(source)]
     return [row for row in rows if all(getattr(row, name) == value for name, value in fields.items())]
 
 
 def markdown() -> str:
-    """A table for each source and its GPUs: a line a size, a column an op and way."""
+    """Return a table for each source and its GPUs: one line for each size, one column for each op and way."""
     lines, marks = [], {name: f"[{number}]" for number, name in enumerate(REASONS, 1)}
     for (source, gpus), group in groupby(ROWS, key=lambda row: (row.source, row.gpus)):
         rows = list(group)

@@ -1,4 +1,4 @@
-"""Files as pytest-benchmark saves them of tests/test_bench.py, without running it."""
+"""Files as pytest-benchmark saves them for tests/test_bench.py, made without running it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedtp.bench.machine import Machine
 
 
 def saved(samples: Mapping[str, Sequence[float]], machine: Machine) -> bytes:
-    """The file of benchmarks with these rounds."""
+    """Return the content of a file with these rounds."""
     benchmarks = []
     for key, values in samples.items():
         stats, name = Stats(), f"test_ratio[{key}]"

@@ -1,4 +1,4 @@
-"""docs/adding.md: what is added is in every list that it belongs to, or a test here fails."""
+"""docs/adding.md: a new op, schedule or memory must be in every list that it belongs to, or a test here fails."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DOCUMENTS = ("architecture.md", "adding.md")
 
 
 def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int, int, int]) -> None:
-    """Every op of the table, by that schedule and each algorithm it has; rank `late` begins later."""
+    """Run every op of the table by the schedule and each of its algorithms; rank `late` begins later."""
     for op, row in OPS.items():
         with torch.device("cpu"):
             given = OPERANDS[op](Whole(group.rank(), group.size(), shape))
@@ -59,7 +59,7 @@ def run_all(group: ProcessGroup, schedule: str, late: int, shape: tuple[int, int
     ("schedule", "world_size", "shape"),
     [
         (name, *at) for name in schedules.NAMES
-        # For kernels it is tiles that count.
+        # For kernels the number of tiles counts.
         for at in ((1, FEW), (3, FEW), (3, TILES if name == "fused" else MANY))
     ],
 )  # fmt: skip
@@ -70,8 +70,9 @@ def test_every_op_by_every_schedule(
 
 
 def run_all_elsewhere(group: ProcessGroup, schedule: str, shape: tuple[int, int, int, int]) -> None:
-    """`run_all`, from the group's first op on, and calls beside the table, where the program makes its tensors on meta
-    and in float64."""
+    """Run `run_all` from the group's first op on, and calls beside the table. The program's default device is meta and
+    its default dtype float64.
+    """
     x, w, lots = torch.ones(4, 32), torch.ones(16, 32), {"group": group, "schedule": schedule}
     calls: list[Callable[[], Any]] = [
         lambda: fusedtp.all_gather_linear(x, (w, w), activation="swiglu", **lots),
@@ -114,7 +115,7 @@ def test_no_op_goes_by_the_default_device_and_dtype(
 
 
 def test_every_factory_call_names_its_device_and_dtype() -> None:
-    """`torch.set_default_device` and `set_default_dtype` are the program's."""
+    """The program may set `torch.set_default_device` and `set_default_dtype`."""
     names = {each.__name__ for each in _device_constructors()}
     for module in (fusedtp, fusedtp.kernels):
         for file in Path(inspect.getfile(module)).parent.rglob("*.py"):
@@ -132,7 +133,7 @@ def test_every_schedule_is_known_wherever_there_is_a_list_of_them() -> None:
         "cost.model.Prediction.times": predicted.times,
         "bench.cases.SCHEDULES": cases.SCHEDULES, "tests.soak.mixed.DTYPES": mixed.DTYPES,
         "tests.soak.mixed.WEIGHTS": mixed.WEIGHTS,
-        # `unfused` has no steps between which a fault could be.
+        # `unfused` has no steps that a fault could strike.
         "tests/faults/cases.py": {case.schedule for case in faults.CASES.values()} | {"unfused"},
     }  # fmt: skip
     for where, names in lists.items():
@@ -142,18 +143,18 @@ def test_every_schedule_is_known_wherever_there_is_a_list_of_them() -> None:
 
 
 def _cases(*kinds: str, **options: Any) -> list[Case]:
-    """Calls with few rows and with many; of a gather with several weights and with one."""
+    """Return calls with few and many rows; a gather also with several weights."""
     return [
         Case(kind, torch.float32, (rows,), **{"widths": (40,) * num, "biased": (False,) * num, **options})
         for kind in kinds for rows, num in ((9, 3 if kind == "gather" else 1), (2 * (FEW_ROWS + 40) + 3, 1))
     ]  # fmt: skip
 
 
-# For every field of an epilogue: calls of the functions that have it, which `oracle` checks in float64.
+# For each field of an epilogue: calls of the functions with that field, which `oracle` checks in float64.
 EPILOGUES: dict[str, list[Case]] = {
     "bias": [replace(case, biased=(True,) * len(case.widths)) for case in _cases("gather", "scatter", "all_reduce")],
     "residual": _cases("scatter", "all_reduce", residual=True),
-    # Without a gradient no product is kept.
+    # Products are not kept without a gradient.
     "activation": _cases("gather", activation="silu", frozen=("x", "w0", "w1", "w2")),
     "keeps": _cases("gather", activation="silu"),
     "norm": _cases("scatter", "all_reduce", residual=True, norm="rms_norm"),
@@ -173,7 +174,7 @@ def test_every_schedule_does_all_of_an_epilogue(pool: RankPool, field: str, sche
 
 
 def run_over(group: ProcessGroup, name: str) -> None:
-    """An op over the memory that a group of CPU ranks is given, which is to be this one."""
+    """Run an op over the memory that a group of CPU ranks gets, and check the memory's class."""
     given = OPERANDS["all_gather"](Whole(group.rank(), group.size()))
     operands = [None if each is None else each.float() for each in given.operands]
     (out,) = direct.run("all_gather", "fused", group, *operands, **given.options)
@@ -181,7 +182,7 @@ def run_over(group: ProcessGroup, name: str) -> None:
     assert type(registry.get(group, torch.device("cpu"))._memory).__name__ == name
 
 
-# An op over each of them; over that of GPUs tests/test_gpu.py runs all.
+# A function for each memory that runs an op over it; tests/test_gpu.py covers the memory of GPUs.
 MEMORIES: dict[str, Callable[[RankPool], object]] = {
     "PosixMemory": lambda pool: pool.run(run_over, "PosixMemory", world_size=2),
 }

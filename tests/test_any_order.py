@@ -1,5 +1,5 @@
-"""A matmul and all-reduce of few rows: one kernel, whose programs may begin in any order. What goes through the switch:
-sums of an all-reduce with order="any", and rows that are stored once; interpreted, all ranks' arenas are visited.
+"""A matmul and all-reduce of few rows: one kernel, whose programs may start in any order. The switch's multicast: sums
+of an all-reduce with order="any", and rows that are stored once; interpreted kernels visit all ranks' arenas.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .virtual_ranks import LocalMemory, _Shared
 
 
 def summed(group: ProcessGroup, case: Case, schedule: str) -> str:
-    """A product's sum on every rank, with what a kernel adds to it, is right; how it was made."""
+    """Check a product's sum with its bias and residual on every rank, and return how the sum was made."""
     operands, eps = Operands(case, group), torch.finfo(case.dtype).eps
     ((value, off),) = operands.expected
-    # Where the switch adds, the sum is rounded before bias and residual are added.
+    # When the switch adds, the sum is rounded before bias and residual are added.
     operands.expected = [(value, off + eps * (3 * value.abs() + operands.given["residual"].double().abs()))]
     operands.check(schedule, str(case), order="any")
     operands.call(schedule, operands.given, order="rank")
@@ -36,7 +36,7 @@ def summed(group: ProcessGroup, case: Case, schedule: str) -> str:
     return last_path().sums
 
 
-# One tile and several, with ranks that own none; fewer and more rows than the kernel of few has.
+# One tile and several, ranks without a tile, and row counts below and above the limit of the kernel for few rows.
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size", "dtype"),
     [
@@ -63,7 +63,7 @@ def test_where_it_does_not(pool: RankPool, schedule: str, algorithm: str, world_
 
 
 def other_calls(group: ProcessGroup) -> None:
-    """What an order may be given to, and what is said of it."""
+    """Check the calls that take an order, and the reported way of their sums."""
     n, options = group.size(), {"group": group, "schedule": "fused"}
     parts = [whole((6, 8), torch.float32, rank) for rank in range(n)]
     x, w = parts[group.rank()], whole((4, 8), torch.float32, 10 + group.rank())
@@ -80,7 +80,7 @@ def other_calls(group: ProcessGroup) -> None:
     assert last_path().sums == "in the order of ranks: a scatter sends no less through the switch"
     fusedtp.all_reduce(x, **options, algorithm="ring", order="any")
     assert last_path().sums == "along the ring"
-    # The sum of the gradients of several weights is an op of its own.
+    # The sum of the gradients of several weights is a separate op.
     found, state = [], None
     for order in ("any", "rank"):
         layer = fusedtp.ParallelMLP(8, 4 * n, **options, order=order)
@@ -98,7 +98,7 @@ def other_calls(group: ProcessGroup) -> None:
     assert scaled.dtype == torch.bfloat16
     normed, y = fusedtp.linear_reduce_scatter(x, w, group=group, order="any", norm_weight=torch.ones(4))
     assert normed.shape == y.shape
-    # A memory without it: the usual order, said so.
+    # Memory without multicast: the sum keeps the usual order and says so.
     with mock.patch.object(Workspace, "has_multicast", False):
         fusedtp.destroy(group)
         own = summed(x, w, order="any")
@@ -137,7 +137,7 @@ def test_memory_that_grows_keeps_its_address_of_all_ranks() -> None:
 
 
 def gathered(group: ProcessGroup, M: int, N: int, K: int, dim: int) -> str:
-    """A gather that stores each row once, to all ranks, and its gradients: the bits of pushing."""
+    """Check a gather that stores each row once, to all ranks: the same bits as by pushing, in gradients too."""
     shape = (M, K) if dim == 0 else (M, K * group.size())
     case = Case("gather", torch.bfloat16, shape[:1], dim, "lopsided", widths=(N,), features=shape[1])
     operands, made = Operands(case, group), []
@@ -165,7 +165,7 @@ def test_each_row_is_stored_once(pool: RankPool, M: int, N: int, K: int, world_s
 
 
 def launched(group: ProcessGroup, case: Case) -> list[str]:
-    """The kernels of one op on this rank, whose result is right."""
+    """Return the kernels of one op on this rank, and check its result."""
     from fusedtp.kernels import loading
 
     operands, names = Operands(case, group), []
@@ -180,7 +180,7 @@ def launched(group: ProcessGroup, case: Case) -> list[str]:
     return names
 
 
-# The contraction in one part and in more; tiles of one rank, and of all; a rank without any.
+# The contraction in one and several parts; tiles of one and of all ranks; ranks without a tile.
 @pytest.mark.parametrize(
     ("M", "N", "K", "world_size"),
     [(1, 40, 60, 2), (1, 40, 512, 2), (5, 40, 1800, 3), (70, 130, 120, 4), (3, 130, 1280, 4), (256, 30, 20, 2)],
@@ -200,7 +200,7 @@ def test_more_rows_are_more_launches(pool: RankPool) -> None:
 
 
 def test_roles_and_parts() -> None:
-    # Not at the top: it decides how kernels run.
+    # Not at the top: the import decides how kernels run.
     from fusedtp.kernels.matmul_all_reduce import LEAST_BLOCKS, roles_of, splits_of
 
     for tiles in (1, 2, 7, 64, 66, 67, 132, 500):
@@ -209,12 +209,12 @@ def test_roles_and_parts() -> None:
             length = -(-blocks // splits)
             assert splits == 1 or splits * tiles <= 132
             assert splits == 1 or length >= LEAST_BLOCKS
-            # None of the parts is empty.
+            # No part is empty.
             assert (splits - 1) * length < blocks
     assert splits_of(64, 56, 132) == 2
     assert splits_of(8, 56, 132) == 8
     assert splits_of(67, 56, 132) == 1
-    # The first program enters the epoch, though there is nothing to multiply.
+    # One program enters the epoch even without tiles.
     assert roles_of(0, 0, 0, 132) == (1, 0, 0)
     assert roles_of(128, 8, 56, 132) == (128, 8, 56)
     assert roles_of(900, 500, 400, 132) == (132, 132, 132)

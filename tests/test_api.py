@@ -1,4 +1,4 @@
-"""The public names with their signatures, as tests/api.txt has them: a change of either is a change of that file.
+"""The public names with their signatures equal those in tests/api.txt, so an API change shows as a diff of that file.
 
 FUSEDTP_API=write writes it.
 """
@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("api.txt")
 
 
 def signatures(name: str, value: object) -> Iterator[str]:
-    """A line for a function; of a class one for what makes it and for each public method or property of its own."""
+    """Yield a line for a function; for a class, lines for its constructor and its own public methods and properties."""
     if isinstance(value, ModuleType):
         for each in value.__all__:
             yield from signatures(f"{name}.{each}", getattr(value, each))

@@ -1,4 +1,4 @@
-"""Bad plans, options and files, one a row: each is refused with the argument and its value, before anything is started.
+"""Bad plans, options and files, one a row: each is refused with the argument and its value, before anything starts.
 
 Calls on ranks: test_bad_input.py, test_bad_modules.py.
 """
@@ -63,7 +63,7 @@ def test_bad_plan(call: Callable[..., object], spec: Any, given: Any, kind: type
     assert call(SPEC, sizes=SIZES, mesh=MESH) is not None
 
 
-# A command line; what is said.
+# A command line and its message.
 OPTIONS: list[tuple[str, str]] = [
     ("sweep --op ,", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ','"),
     ("sweep --schedule fast", "--schedule must be among unfused, decomposed, fused, auto, got 'fast'"),
@@ -125,14 +125,14 @@ OPTIONS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("line", "text"), OPTIONS, ids=[line for line, _ in OPTIONS])
 def test_bad_option(line: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # No rank may be started.
+    # No rank may start.
     monkeypatch.delattr(RankPool, "_started")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("text\n")
     said = command(*[part.strip("'") for part in line.split(" ")], code=2)
-    # In a frame, folded to its width: only spaces differ.
+    # The message is in a frame, wrapped to the frame's width, so only spaces differ.
     assert "".join(text.split()) in folded(said).replace(" ", "")
-    # A sweep makes its folder first, and leaves it empty.
+    # A sweep makes its folder first, and leaves the folder empty.
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["FILE"]
 
 
@@ -153,7 +153,7 @@ def table(**cells: str) -> bytes:
     return f"{HEAD}\n{','.join({**CELLS, **cells}.values())}\n".encode()
 
 
-# What is in a file of rows; what is said of it.
+# Content of a file of rows, and the message.
 ROWS: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "is not a CSV file of results"),
     ("another table", b"name,price\napple,3\n", "unknown columns name, price"),
@@ -211,7 +211,7 @@ def test_no_reader_waits_or_reads_without_end(reader: Callable[[Path], object], 
     pipe, large = tmp_path / "pipe", tmp_path / "large"
     os.mkfifo(pipe)
     with large.open("wb") as file:
-        file.truncate(1 << 40)  # sparse: no such space is used
+        file.truncate(1 << 40)  # sparse: uses no disk space
     for path, text in ((pipe, "not a regular file"), (Path("/dev/zero"), "not a regular"), (large, "is larger than")):
         try:
             said = str(reader(path))
@@ -235,7 +235,7 @@ def test_what_is_no_tuning_table_and_no_timeline(content: bytes, tmp_path: Path)
         timeline.read(path)
 
 
-# What a timeline or a baseline of ours is changed by, and what is said of it.
+# A change of a valid timeline or baseline, and the message.
 TIMELINES: list[tuple[str, str, str]] = [
     ('"cat": "travel"', '"cat": "nonsense"', "].cat must be one of call, travel, multiply, wait, add, collective, got"),
     ('"cat": "travel",', "", "].cat is missing"),

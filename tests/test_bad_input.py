@@ -1,6 +1,7 @@
-"""Bad calls of functions, one a row: each gets an error naming the argument and its value, on all ranks alike, before
-anything is sent, and the next good call works. Layers and styles: test_bad_modules.py; what needs no ranks:
-test_bad_files.py."""
+"""Bad calls of functions, one a row: every rank gets the same error, with the argument and its value, before anything
+is sent, and the next good call works. Layers and styles: test_bad_modules.py; cases that need no ranks:
+test_bad_files.py.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def ones(*shape: int, **options: Any) -> Tensor:
 
 
 class Here:
-    """One rank: its groups and meshes, and the functions with arguments that fit but for those given."""
+    """One rank: its groups and meshes, and functions whose default arguments are valid."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -93,7 +94,7 @@ E5M2, FNUZ, E8M0 = torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fn
 GONE = "is not the name of a process group of this process"
 FP64 = "schedule 'fused' multiplies torch.float32, torch.bfloat16, torch.float16, got torch.float64"
 
-# The call, the error's kind, and what it says.
+# The call, the kind of the error, and its text.
 # fmt: off
 CALLS: list[tuple[Callable[[Here], object], type[Exception], str]] = [
     # Tensors.
@@ -279,7 +280,7 @@ CALLS: list[tuple[Callable[[Here], object], type[Exception], str]] = [
     (lambda h: h.sharded(sizes=[32, 6, 5]), TypeError, "sizes must map dims to lengths, got [32, 6, 5]"),
 ]
 # fmt: on
-# With a name each, which the error's text alone is not.
+# Rows need unique names, and texts are not unique.
 BAD = [(f"{i} {text}", call, kind, text) for i, (call, kind, text) in enumerate(CALLS)]
 
 
@@ -287,5 +288,5 @@ BAD = [(f"{i} {text}", call, kind, text) for i, (call, kind, text) in enumerate(
 def test_bad_call(refusals: dict[str, list[tuple[str, str]]], name: str, kind: type[Exception], text: str) -> None:
     for got_kind, got_text in refusals[name]:
         assert (got_kind, text in got_text) == (kind.__name__, True), got_text
-    # Where a rank stands, and which mesh leaves it out, is its own.
+    # The rank's number and the mesh that leaves it out differ between ranks.
     assert len({re.sub(r"sizes\[\d\]|rank, \d,|DeviceMesh\(\(X=1\).*", "", text) for _, text in refusals[name]}) == 1

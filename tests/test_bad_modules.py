@@ -39,13 +39,13 @@ def ones(*shape: int, **options: Any) -> Tensor:
 
 
 def replaced(module: nn.Module) -> nn.Module:
-    """With another forward, as accelerate's hooks give it one."""
+    """Give the module another forward, as accelerate's hooks do."""
     module.forward = module.forward  # type: ignore[method-assign]
     return module
 
 
 def quantized(by_torchao: bool = False) -> nn.Module:
-    """A linear of int8."""
+    """Return a linear with an int8 weight."""
     linear = nn.Linear(8, 8, bias=False)
     if by_torchao:
         quantization = pytest.importorskip("torchao.quantization")
@@ -56,7 +56,7 @@ def quantized(by_torchao: bool = False) -> nn.Module:
 
 
 class Here:
-    """One rank: its meshes, layers with arguments that fit but for those given, and linears that have a style."""
+    """One rank: its meshes, layers whose default arguments are valid, and styled linears."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -64,7 +64,7 @@ class Here:
         self.wide = DeviceMesh("cpu", torch.arange(WORLD_SIZE).view(2, 2), mesh_dim_names=("X", "Y"))
         alone = [DeviceMesh("cpu", [rank], mesh_dim_names=("X",)) for rank in (0, 1)]
         self.foreign = alone[int(group.rank() == 0)]
-        # What a style does to a module sends parameters: it is done before any call is watched.
+        # A style sends a module's parameters, so styles are applied before any call is watched.
         self.columnwise, self.rowwise = self.styled(FusedColwiseParallel()), self.styled(FusedRowwiseParallel())
         self.theirs = self.styled(ColwiseParallel())
         together = parallelize_module(nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 8)}), self.mesh,
@@ -109,7 +109,7 @@ def changed(here: Here) -> object:
 
 
 def grouped(here: Here, name: str) -> None:
-    """What is refused changes nothing."""
+    """Check that a refused style changes nothing."""
     module = nn.ModuleDict({"q": nn.Linear(8, 8)})
     try:
         FusedGroup("q", name)._apply(module, here.mesh)
@@ -119,7 +119,7 @@ def grouped(here: Here, name: str) -> None:
 
 DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
 SCHEDULES = "schedule must be one of auto, fused, decomposed, unfused, got"
-# What no module takes, and how it is told; the modules that styles have made, by their classes.
+# Inputs that no module takes, and their messages; the modules that styles make, by class.
 NOT_DENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "list": (lambda: [1], "tensor, got list"),
     "nested": (lambda: torch.nested.nested_tensor([ones(2, 8), ones(3, 8)]), "dense tensor, got a nested one: use tor"),
@@ -135,7 +135,7 @@ STYLED = (
 )  # fmt: skip
 NO_GROUP = "group must be a ProcessGroup, its name, a 1-D DeviceMesh or None, got"
 
-# What is wrong, the call, the error's kind, and what it says.
+# A name, the call, the kind of the error, and its text.
 # fmt: off
 BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     # Layers.
@@ -276,7 +276,7 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "must be Shard(dim) or Replicate(), got 'whole'"),
     ("an embedding's layout out of range", lambda h: h.odd_embedding(ones(4, dtype=torch.long)),
      ValueError, "output_layouts must shard one of 2 dimensions"),
-    # On the rank without that row as well, which would else look up nothing and wait.
+    # The rank without that row refuses it too; else it would look up nothing and wait.
     *[(f"row {row} of an embedding of 8", lambda h, row=row: h.styles["FusedEmbedding"](torch.tensor([0, row])),
      IndexError, f"from 0 to 7, got {text}") for row, text in ((8, "0 to 8"), (-1, "-1 to 0"))],
     *[(f"a group of {names}", lambda h, names=names: FusedGroup(*names), kind, text) for names, kind, text in (
@@ -300,5 +300,5 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
 def test_bad_call(refusals: dict[str, list[tuple[str, str]]], name: str, kind: type[Exception], text: str) -> None:
     for got_kind, got_text in refusals[name]:
         assert (got_kind, text in got_text) == (kind.__name__, True), got_text
-    # Which mesh leaves a rank out is its own.
+    # The mesh that leaves a rank out differs between ranks.
     assert len({re.sub(r"rank, \d,|DeviceMesh\(\(X=1\).*", "", text) for _, text in refusals[name]}) == 1

@@ -1,8 +1,8 @@
-"""pytest-benchmark timings of what `bench/regress.py` tracks: the slowest rank's time on its device, not the pool's.
+"""pytest-benchmark timings of the cases that `bench/regress.py` tracks: the device time of the slowest rank.
 
 `nox -s bench` runs and saves these; arguments after -- go to pytest (`--benchmark-compare`). `test_variant`: seconds,
-each with its row; `test_ratio`: what `nox -s regress` holds against a baseline, ratios of two times of one round, in
-which all variants took turns. On a machine that does something else too, times of two runs differ more than code does.
+each with its row. `test_ratio`: ratios of two times of one round, in which all variants took turns; `nox -s regress`
+compares them with a baseline. On a shared machine, times of two runs differ more than the code does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fusedtp.bench.sweep import rank_environment, run_job
 pytest.importorskip("pytest_benchmark")
 pytestmark = pytest.mark.bench
 
-# A launch goes through all cases several times, some rounds each.
+# A launch goes through all cases PASSES times, with ROUNDS rounds each.
 PASSES, ROUNDS = 4, 8
-# How long a call waits for its ranks, on a machine with much else to do.
+# Seconds that a call waits for its ranks on a busy machine.
 CALL_SECONDS = 300.0
 LAUNCHES = int(os.environ.get("FUSEDTP_LAUNCHES", "1"))
 GPUS = num_gpus()
@@ -35,10 +35,10 @@ SCHEDULES = schedules(GPUS)
 VARIANTS = ("matmul", *SCHEDULES)
 RATIOS = keys_of(cases(GPUS), SCHEDULES)
 KEYS = [*RATIOS, *schedule_means(dict.fromkeys(RATIOS, 1.0)), "matmul"]
-# Rows by variant of every case.
+# For each case its rows by variant.
 Launched = dict[Tracked, dict[str, Measurement]]
 
-# A timer that moves only by what ranks have measured.
+# A timer that advances only by the times that ranks have measured.
 STOPWATCH = {"seconds": 0.0}
 
 
@@ -47,14 +47,14 @@ def stopwatch() -> float:
 
 
 def together(turns: Sequence[Outcome]) -> Outcome:
-    """One outcome of all rounds, or the first that is wrong."""
+    """Return one outcome of all rounds, or the first wrong outcome."""
     wrong = [outcome for outcome in turns if outcome.timing is None]
     rounds_ms = [ms for outcome in turns if outcome.timing for ms in outcome.timing.rounds_ms]
     return wrong[0] if wrong else replace(turns[0], timing=Timing.of(rounds_ms))
 
 
 def launch() -> Launched:
-    """Rows of every case, on fresh ranks; not the tests' pool: its ranks fill all fresh memory, which takes time."""
+    """Return rows of every case on fresh ranks. The tests' pool fills all fresh memory, which takes time."""
     tracked, plant = cases(GPUS), planted(os.environ.get("FUSEDTP_PLANT", ""), SCHEDULES)
     num_ranks = max(each.case.world_size for each in tracked)
     found: dict[Tracked, list[list[Outcome]]] = {each: [] for each in tracked}
@@ -79,7 +79,7 @@ def launches() -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def samples(launches: list[Launched]) -> dict[str, list[float]]:
-    """Ratios, and the matmul alone in seconds."""
+    """Return samples of ratios, and of the matmul alone in seconds."""
 
     def seconds(launched: Launched) -> dict[Tracked, dict[str, list[float]]]:
         return {
@@ -91,7 +91,7 @@ def samples(launches: list[Launched]) -> dict[str, list[float]]:
 
 
 def replay(benchmark: Any, values: Sequence[float]) -> None:
-    """As pytest-benchmark's rounds what was measured already."""
+    """Replay measured times as rounds of pytest-benchmark."""
     left = iter(values)
 
     def one_round() -> None:

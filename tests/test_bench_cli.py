@@ -98,7 +98,7 @@ def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, str])
     before = stored(out)
     command("sweep", "--world-size", "1,2", *TINY, *ONLY, "--out", out)
     rows = stored(out)
-    # on two ranks four variants take the place of nine, on one rank they are new
+    # on two ranks four variants replace nine; on one rank all four are new
     assert len(rows) == len(before) - 9 + 4 + 4
     (picture,) = out.glob("*/sweep.png")
     picture.unlink()
@@ -149,7 +149,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_time_left_goes_by_the_steps_that_are_over(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But for the first one, in which ranks start."""
+    """The first step does not count, as ranks start in it."""
     clock = iter((0.0, 10.0, 12.0, 16.0))
     monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=clock.__next__))
     with arguments.progress(Console(width=80), [("a", 1.0), ("b", 1.0), ("c", 2.0)], "nothing") as done:
@@ -166,7 +166,7 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
 def test_under_torchrun(tmp_path: Path) -> None:
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     given = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *map(str, TINY), *ONLY, "--out", str(tmp_path)]
-    # away from the checkout: -m puts the working directory first, where fusedtp is a folder without its other parts
+    # away from the checkout: -m puts the working directory first, whose fusedtp lacks kernels and bench
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(given, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
@@ -207,7 +207,7 @@ def test_doctor() -> None:
 
 
 def test_a_processor_whose_name_says_little_is_told_by_its_family(tmp_path: Path) -> None:
-    """Two generations of one maker must not pass for one machine."""
+    """Two generations of one vendor must not count as one machine."""
     info = tmp_path / "cpuinfo"
 
     def named(name: str, family: int) -> str:
@@ -225,7 +225,7 @@ def test_a_processor_whose_name_says_little_is_told_by_its_family(tmp_path: Path
 def test_explain_shows_steps_bytes_and_flops() -> None:
     spec = "[M_X, K] @ [K, N_X] -> [M, N_X]"
     said = folded(command("explain", spec, "--sizes", "M=8,K=4,N=16", "--mesh", "X=2", "--dtype", "float32"))
-    # 4 rows of 4 floats are sent to the one peer; 2 * 8 * 4 * 8 operations are done.
+    # 4 rows of 4 floats go to the one peer; 2 * 8 * 4 * 8 FLOPs
     assert "all-gather x over X along M, fused" in said
     assert "64 B" in said
     assert "512 FLOP" in said
@@ -237,7 +237,7 @@ def test_explain_shows_steps_bytes_and_flops() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "timeline"])
 def test_what_runs_on_cpus_is_refused_beside_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows would stand under the GPU's name."""
+    """Its rows would be stored under the GPU's name."""
     here = replace(machine.describe(), gpu="Some", num_gpus=1)
     monkeypatch.setattr(machine, "describe", lambda: here)
     assert "GPU" in command(name, "--out", tmp_path, code=2)

@@ -1,4 +1,4 @@
-"""The interval covers what it promises, a change is flagged, no change is mostly not, and machines are not mixed up."""
+"""Intervals have the promised coverage, changes are flagged, noise mostly is not, and machines are kept apart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (256, 512, 1024, 2048, 4096)
 
 
 def drawn(make_row: MakeRow, rng: np.random.Generator, centre: float, rounds: int, **values: object) -> Measurement:
-    """A row of rounds drawn around `centre` ms, 8 % apart, with one in ten three times as far: a shared machine."""
+    """Return a row of rounds around `centre` ms, as on a shared machine: 8 % noise, and thrice that in one of ten."""
     spread = 0.08 * np.where(rng.random(rounds) < 0.1, 3.0, 1.0)
     return make_row(**asdict(Timing.of((centre * np.exp(spread * rng.standard_normal(rounds))).tolist())), **values)
 
@@ -35,7 +35,7 @@ def timing_of(row: Measurement) -> Timing:
 
 
 def run(make_row: MakeRow, seed: int, *, slow: float = 1.0, machine: float = 1.0) -> list[Measurement]:
-    """Fifteen cases in two variants; `slow` is what the decomposed one is slowed by, `machine` what everything is."""
+    """Return fifteen cases in two variants. `slow`: factor of the decomposed variant; `machine`: factor of all."""
     rng, rows = np.random.default_rng(seed), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for size in SIZES:
@@ -53,7 +53,7 @@ def test_interval_covers_the_true_ratio(make_row: MakeRow, rounds: int) -> None:
         for terms, true, interval in ((2, 1.5, ratio(a, b)), (4, 15 / 14, ratio(a.over(b), d.over(c)))):
             inside[terms] += interval.low <= true <= interval.high
     for terms, count in inside.items():
-        # three standard errors of the share below 95 %; far wider than need be would be no interval either
+        # at most three standard errors below 95 %; above 0.999 the interval is much too wide
         assert 0.912 <= count / trials <= 0.999, f"{terms} terms: {count / trials:.3f}"
 
 
@@ -62,7 +62,7 @@ def test_confidence_widens_the_interval_and_the_normal_limit_is_met(make_row: Ma
     a, b = (Timing.of((centre * np.exp(0.02 * rng.standard_normal(10_000))).tolist()) for centre in (3.0, 2.0))
     one, other = (timing_of(make_row(**asdict(each))) for each in (a, b))
     widths = [math.log(each.high / each.low) for each in (ratio(one, other, level) for level in (0.8, 0.95, 0.99))]
-    # The variance of a mean of normal numbers without a fifth at each end is 1.143 times that of the mean.
+    # The variance of a mean trimmed by a fifth at each end is 1.143 times that of the mean, for normal numbers.
     error = math.sqrt(2 * 1.143) * 0.02 / math.sqrt(10_000)
     assert widths == pytest.approx([2 * z * error for z in (1.2816, 1.9600, 2.5758)], rel=0.03)
     with pytest.raises(ValueError, match="confidence must be"):
@@ -73,25 +73,25 @@ def test_rounds_that_are_all_alike_have_an_interval_of_one_point(make_row: MakeR
     a, b = (timing_of(make_row(**asdict(Timing.of([ms] * 5)))) for ms in (3.0, 2.0))
     assert ratio(a, b) == Interval(1.5, 1.5, 1.5)
     assert ratio(a.over(b), a.over(b)) == Interval(1.0, 1.0, 1.0)
-    # one that is not is no reason for a warning, nor for a number that is none
+    # one sample with noise raises no warning and gives no NaN
     c = timing_of(make_row(**asdict(Timing.of([1.9, 2.0, 2.0, 2.0, 2.1]))))
     assert ratio(a, c).low <= 1.5 <= ratio(a, c).high
 
 
 def test_rows_without_their_rounds_have_what_their_percentiles_leave_open(make_row: MakeRow) -> None:
-    """Older files: from the 20th percentile of one over the 80th of the other to the reverse, at any confidence."""
+    """Older files: at any confidence, from one row's 20th percentile over the other's 80th to the reverse."""
     old = [make_row(median_ms=median, p20_ms=low, p80_ms=high) for median, low, high in ((3, 2.5, 4.0), (2, 1.6, 2.5))]
     a, b = map(timing_of, old)
     for confidence in (0.8, 0.99):
         assert ratio(a, b, confidence) == Interval(1.5, 1.0, 2.5)
-    # a row with its rounds beside one without is no better
+    # a row with rounds does not narrow the interval beside a row without
     new = timing_of(replace(old[0], rounds_ms=(3.0,) * 20))
     assert ratio(new, b) == ratio(a, b)
     assert ratio(a.over(b), b.over(a)).low == pytest.approx(1.0 / 1.0)
 
 
 def test_a_slowdown_is_flagged_and_nothing_else(make_row: MakeRow) -> None:
-    """Noise alone is not, nor, in ratios, a machine that is slower as a whole."""
+    """Noise is not flagged; nor, in ratios, a machine that is slower as a whole."""
     for seed in range(2):
         before, after = run(make_row, seed), run(make_row, seed + 100, slow=1.3, machine=1.0 + 0.4 * seed)
         found = compare(before, after)
@@ -118,7 +118,7 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
     assert found.without_baseline == [alone]
     assert [change.after for change in compare([alone], [alone], absolute=True).changes] == [alone]
     assert measured(predicted) is None
-    # another direction of the same matmul is another case
+    # another direction of the same matmul is a different case
     assert compare([base, ours], [replace(row, direction="backward") for row in (base, ours)]).changes == []
     assert conditions([base], [base]) == []
     assert conditions([base], [replace(base, threads=2)]) == ["threads: 0 in A, 2 in B"]
@@ -143,7 +143,7 @@ def test_command(make_row: MakeRow, tmp_path: Path) -> None:
         ("a elsewhere", 2, ("give --across-machines",)),
         ("a elsewhere --across-machines", 0, ("Warning",)),
         ("a untimed", 2, (f"there is no time to compare in {tmp_path}/untimed.csv",)),
-        # What is not in both is counted, and listed where that is asked for.
+        # Rows that are in one file only are counted, and listed with --all.
         ("a other", 2, ("30 in A, 15 in B, 0 in both", "only in A: 30 rows; --all", "only in B: 15 rows; --all")),
         ("a other --all", 2, ("only in A: all-gather + matmul 256 x 1024",)),
         ("a refused", 2, ("timed in A, not in B (wrong): 15 rows; --all lists", "30 in A, 15 in B, 15 in both")),

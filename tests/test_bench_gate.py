@@ -1,4 +1,4 @@
-"""The gate refuses what is wrong, in every variant and direction, and passes what is right."""
+"""The gate refuses wrong results in every variant and direction, and passes right ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fusedtp.bench.timing import Verdict, gate
 from .harness import spread
 
 CPU = torch.device("cpu")
-# By the number of ranks; even on two, which torch's styles need.
+# By number of ranks; even for two, as torch's styles require.
 SHAPES = {1: (33, 34, 35), 2: (70, 66, 96), 3: (70, 66, 97)}
 SHAPE = SHAPES[2]
 VARIANTS = (*BOUNDS, "unfused", "decomposed", "auto", "dtensor")
@@ -77,7 +77,7 @@ def another_blocks_scale(out: Tensor, rank: int) -> Tensor:
 
 
 class Planted(Problem):
-    """A problem whose variants all give a result of which `plant` has changed the part at `place`."""
+    """A problem whose variants all give a result with the part at `place` changed by `plant`."""
 
     plant: Plant
     place: int
@@ -99,7 +99,7 @@ def verdicts_of(
     group: ProcessGroup, dtype: str, variants: tuple[str, ...], directions: tuple[str, ...], plant: Plant | None = None,
     place: int = 0,
 ) -> Verdicts:  # fmt: skip
-    """The gate's verdicts on every op; on results that `plant` has changed, if there is one."""
+    """Return the gate's verdicts on every op; with `plant`, on changed results."""
     kind = type("Wrong", (Planted,), {"plant": staticmethod(plant), "place": place}) if plant else Problem
     found = {}
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_every_variant_is_refused_when_a_result_or_gradient_is_wrong(
 ) -> None:
     directions = DIRECTIONS if dtype == "float32" else ("forward",)
     first, second = pool.run(verdicts_of, dtype, variants, directions, plant, place, world_size=2)
-    # dtensor has no all-reduce, and the gradients of that op send nothing
+    # dtensor has no all-reduce, and backward of that op sends nothing
     absent = len(DIRECTIONS) + 1 if dtype == "float32" else 0
     assert len(first) == len(OPS) * len(directions) * len(variants) - absent
     for which, verdict in first.items():
@@ -180,7 +180,7 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert row.failed is (row.variant == wrong)
         assert (row.median_ms is None) is row.failed
         assert ("elements are wrong" in row.gate) is row.failed
-        # nor is there a ratio to what was refused
+        # no ratio to a refused variant
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 
 
@@ -188,7 +188,7 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
     ("dtype", "world_size"), [*spread(DTYPES, [2, 3, 1]), (FLOAT8, 2), (FLOAT8, 3), (MXFP8, 1), (MXFP8, 3)]
 )
 def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> None:
-    """Also our own kernels with preset flags; float8 with its scales has no backward pass."""
+    """The same for our own kernels with preset flags; float8 operands with scales have no backward pass."""
     is_float8, variants = dtype in EVERY_FLOAT8, (*VARIANTS, "own_matmul")
     directions = ("forward",) if is_float8 else DIRECTIONS
     everyone = pool.run(verdicts_of, dtype, variants, directions, world_size=world_size)
@@ -203,12 +203,12 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
             assert not verdict.error, (which, verdict)
             assert 0 <= verdict.error_ratio <= 1, (which, verdict)
             if is_float8:
-                # What is gathered alone is the same bytes.
+                # A gather alone moves the same bytes.
                 assert (verdict.error_ratio == 0) == (which[0] == OPS[0] and which[2] == "comm"), which
 
 
 def on_gpus_alone(group: ProcessGroup, variant: str) -> list[float]:
-    """The errors, as shares of the bound, of a variant that is timed on GPUs alone, in the ops that it has there."""
+    """Return the errors, relative to the bound, of a variant that only GPUs time, in all its ops."""
     found = []
     for op, direction in itertools.product(OPS, DIRECTIONS):
         case = Case(op, *SHAPE, "bfloat16", group.size())
@@ -238,7 +238,7 @@ def test_oracle_in_blocks_is_the_reference_and_allows_little_more(
     product = oracle.ExactProduct(a, b, k_sizes)
     torch.testing.assert_close(product.expected, reference.matmul(a, b))
     strict = reference.bound(a, b, dtype, k_sizes=k_sizes, sum_dtype=dtype)
-    # just inside what the reference allows passes; a few times as much does not
+    # an error just inside the reference's bound passes; a few times as much does not
     out = product.expected + 0.999 * strict
     assert product.check(out, dtype, "inside")[1] <= 1
     out = product.expected.clone()

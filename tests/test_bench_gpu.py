@@ -1,5 +1,5 @@
-"""`python -m fusedtp.bench.gpu` without a GPU: its plan and rows, what fails, dies or is late, and every item's kernels
-interpreted at small sizes.
+"""`python -m fusedtp.bench.gpu` without a GPU: its plan and rows, failing, dying and late items, and every item's
+kernels interpreted at small sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_without_a_gpu_only_a_dry_run_begins() -> None:
 
 
 def test_rows_are_appended_with_what_all_share(tmp_path: Path) -> None:
-    """A file of other columns is kept under another name."""
+    """An existing file with other columns is renamed."""
     path = tmp_path / "rows.csv"
     path.write_text("other\n1\n")
     rows = RowsFile(path, {"machine": "here", "commit": "c0ffee"})
@@ -182,7 +182,7 @@ ITEMS = {"dies": gpu.Item(60, dies, ""), "hangs": gpu.Item(9, hangs, ""), "last"
 
 
 def work_here(*given: Any) -> None:
-    """Do in a process of an item what the command does, with the items of this file."""
+    """Do in an item's process what the command does, with the items of this file."""
     gpu.PLAN = ITEMS
     gpu.work(*given)
 
@@ -249,7 +249,7 @@ def two() -> Iterator[RankPool]:
 
 
 def planted(group: ProcessGroup, check: str, *arguments: object) -> str:
-    """What a check says of fused sums, or gathers, that are off by one part in a hundred on every rank."""
+    """Return the message of a check when fused results are off by one percent on every rank."""
     with wrong("fused", lambda out: out * 1.01), pytest.raises(AssertionError) as caught:
         getattr(gpu_ranks, check)(group, *arguments)
     return str(caught.value)
@@ -268,7 +268,7 @@ def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, argumen
 
 
 def test_a_missing_peer_is_named(two: RankPool) -> None:
-    # No wait of ranks is as long as their check may be.
+    # No wait of a rank may be longer than the limit of a check.
     assert gpu_ranks.MISSING_SECONDS < gpu_ranks.WAIT_SECONDS < gpu.RANKS_SECONDS
     said, nothing = two.run(gpu_ranks.missing)
     assert "rank 1" in said
@@ -280,7 +280,7 @@ def flags(group: ProcessGroup) -> tuple[bool, ...]:
     names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32")
     before = tuple(getattr(matmuls, name) for name in names)
     device = gpu_ranks.prepare()
-    # Twice: the second takes what the first gives back.
+    # Twice: the second tensor reuses the memory of the first.
     fresh = [bool(torch.empty(1 << 12, device=device).isnan().all()) for _ in range(2)]
     return (*before, *(getattr(matmuls, name) for name in names), *fresh)
 

@@ -1,4 +1,4 @@
-"""What a request runs; models' matmuls; what follows from medians; totals of blocks."""
+"""The jobs of a request; models' matmuls; ratios of medians; totals of blocks."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_torchs_scaled_ops_are_called_as_they_are_declared(monkeypatch: pytest.M
     assert {each.name for each in schema.arguments if not each.has_default_value()} <= set(seen)
     gathers = op == GATHER
     b, scale = (seen["Bs"][0], seen["B_scales"][0]) if gathers else (seen["B"], seen["B_scale"])
-    # A scale for each row of a and for each column of b.
+    # One scale for each row of a and for each column of b.
     assert tuple(seen["A_scale"].shape) == ((32, 1) if gathers else (64, 1))
     assert (tuple(b.shape), tuple(scale.shape)) == (((96, 16), (1, 16)) if gathers else ((48, 32), (1, 32)))
 
@@ -124,7 +124,7 @@ def test_what_cannot_run_is_said_once_an_op_world_size_and_direction() -> None:
     assert (GATHER, 1, "dtensor", "forward", "one rank has nothing to send") in absent
     assert not [each for each in absent if each[:3] == (GATHER, 2, "dtensor")]
     assert (ALL_REDUCE, 2, "comm", "backward", "backward of matmul_all_reduce sends nothing") in absent
-    # and what is missing is not tried
+    # and no variant runs where it is missing
     for job in jobs:
         for direction in job.directions:
             assert not [name for name in job.variants_of(direction) if missing(name, job.case, direction, 0)]
@@ -133,7 +133,7 @@ def test_what_cannot_run_is_said_once_an_op_world_size_and_direction() -> None:
 def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
     code = ["def call(args):\n    torch.ops.symm_mem.fused_all_gather_matmul.default(x, [w], 0, '0')\n"]
-    # Not the compiler itself, which takes seconds to be imported.
+    # A stand-in: importing the compiler takes seconds.
     compiled = SimpleNamespace(run_and_get_code=lambda run: (run(), code))
     monkeypatch.setitem(sys.modules, "torch._inductor.utils", compiled)
     async_tp.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
@@ -145,18 +145,18 @@ def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: py
 def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
     small, large = (plan(Request((1,), OPS[:1], shapes=((size,) * 3,)), 0)[0] for size in (64, 8192))
     assert JOB_SECONDS < seconds_of(small) < JOB_SECONDS + 1
-    # 1.1 TFLOP a matmul, on one core of 50 GFLOP/s: 22 s, some 30 times
+    # 1.1 TFLOP a matmul at 50 GFLOP/s on one core: 22 s, some 30 times
     assert seconds_of(large) > 600
     assert large.is_long
     assert not small.is_long
-    # what is the same library call again is not timed again where that takes long
+    # a long job does not time the same library call again
     assert small.variants_of("forward") == ("matmul", "comm", "unfused", "decomposed", "auto")
     assert large.variants_of("forward") == ("matmul", "comm", "unfused")
     assert {each.variant for each in large.absent} == {"decomposed", "auto", *providers.usual()}
 
 
 def test_models_have_their_published_number_of_parameters() -> None:
-    """Of all blocks: the published size less its embeddings, in billions."""
+    """For all blocks: the published size in billions, less its embeddings."""
     published = {
         "llama3-8b": 8.03 - 2 * 128256 * 4096 / 1e9,
         "llama3-70b": 70.55 - 2 * 128256 * 8192 / 1e9,
@@ -181,7 +181,7 @@ def test_block_of_a_model() -> None:
     assert {(case.model, case.tokens, case.world_size) for case in cases} == {("llama3-8b", 512, 4)}
     # Qwen3's heads are wider than hidden / heads
     assert [case.K for case in block("qwen3-32b", 1, 1, "float32")] == [5120, 64 * 128, 5120, 25600]
-    # 16 ranks share 8 key-value heads by copies
+    # 16 ranks share 8 key-value heads, so ranks hold copies
     assert block("llama3-8b", 1, 16, "float32")[0].N == 4096 + 2 * 16 * 128
 
 
@@ -212,10 +212,10 @@ def test_ratios_by_hand() -> None:
     assert comm.get("algbw_gbps") == pytest.approx(4e6 / 4e-3 / 1e9)
     assert comm.get("busbw_gbps") == pytest.approx(4e6 / 4e-3 / 1e9 * 2 * 3 / 4)
     assert {comm.get(name) for name in ("tflops", "speedup_vs_unfused", "overlap_efficiency")} == {None}
-    # nothing is sent backward: the matmul alone is the bound, and there is nothing to hide
+    # backward sends nothing: the bound is the matmul alone, and there is nothing to hide
     backward = found("decomposed", "backward", **{**medians, "unfused": 10.5})
     assert (backward.get("bound_ms"), backward.get("overlap_efficiency")) == (10.0, None)
-    # a bound or a baseline that was refused leaves no ratio to it
+    # no ratio to a bound or baseline that was refused
     alone = found("decomposed", decomposed=11.0, comm=4.0)
     assert {alone.get(name) for name in ("speedup_vs_unfused", "matmul_fraction", "bound_ms")} == {None}
     gathered = found("comm", "backward", replace(case, op=GATHER), comm=4.0)
@@ -250,5 +250,5 @@ def test_block_totals_are_sums_of_rows_that_all_passed() -> None:
     assert {name for name in total if name.endswith("ms")} == {"matmul\nms", "comm\nms", "unfused\nms"}
     assert total["fastest"] == "unfused"
     assert totals([row for row in rows if row.layer != LAYERS[0]]) == []
-    # rows of two commits do not add up
+    # rows of two commits are not added
     assert totals([replace(row, commit=row.layer) for row in rows]) == []

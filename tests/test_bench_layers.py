@@ -1,6 +1,4 @@
-"""`fusedtp mlp | grouped | decode | overhead`: results are checked before they are timed, and every speed-up has an
-interval.
-"""
+"""`fusedtp mlp | grouped | decode | overhead`: checks precede timings, and every speed-up has an interval."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from fusedtp.bench.ranks import RankPool
 from . import generated
 from .command import command
 
-# Small sizes of each, unlike in all lengths; of q, k and v one has one row a rank.
+# Small sizes with all lengths different; one of q, k and v has one row for each rank.
 SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8,16", "5,12,8")}
 
 
@@ -67,7 +65,7 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
             expected = case["median_ms"][other] / ours["median_ms"]
             assert ours[f"speedup_vs_{other}"] == pytest.approx(expected)
         assert ours["speedup_low"] <= ours["speedup_vs_dtensor"] <= ours["speedup_high"]
-        # The interval can be computed again from what is kept.
+        # The interval can be recomputed from the stored rounds.
         kept = [Timing.of([float(ms) for ms in case["rounds_ms"][each].split()]) for each in ("dtensor", "fusedtp")]
         again = ratio(*kept)
         assert (again.low, again.high) == pytest.approx((ours["speedup_low"], ours["speedup_high"]), rel=1e-3)
@@ -93,7 +91,7 @@ def test_what_is_off_is_refused(name: str, pool: RankPool) -> None:
 
 
 def test_sizes_are_those_that_ranks_can_share() -> None:
-    """The default ones among powers of two."""
+    """The default sizes can be split over powers of two."""
     for suite in SUITES.values():
         for size, world_size in itertools.product(suite.sizes, (2, 4, 8)):
             suite.check_size(size, world_size)
@@ -112,8 +110,7 @@ def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) 
     assert list(zip(rows.world_size, rows.direction, strict=True)) == [
         (1, "forward"), (1, "forward"), (1, "both"), (2, "forward"), (2, "both")
     ]  # fmt: skip
-    # A call costs its host something, and less than 10 ms even on a busy machine; with peers rounds may differ by more
-    # than that.
+    # A call has a host cost, below 10 ms even on a busy machine; with peers the noise of rounds may exceed that cost.
     assert rows.beside_us.abs().lt(10_000).all(), rows
     assert rows.beside_us[rows.world_size == 1].gt(1).all(), rows
     assert rows.linear_us.between(1, 10_000).all(), rows

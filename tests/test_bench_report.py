@@ -1,4 +1,4 @@
-"""Pictures and page of rows: all that was timed is shown, and says what rows say; the page fetches nothing."""
+"""Pictures and page of rows: everything timed is shown, texts match the rows, and the page fetches nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .command import command, folded
 
 MakeRow = Callable[..., Measurement]
 VOID = {"meta", "link", "br", "input"}
-# 512: clearly slower, 1024: the same within its interval, 2048 and 4096: clearly faster
+# 512: clearly slower; 1024: no difference within the interval; 2048 and 4096: clearly faster
 RATIOS = {512: 0.8, 1024: 1.003, 2048: 1.25, 4096: 1.6}
 MORE_RANKS = ("unfused", "decomposed")
 TINY = {"M": 8, "N": 8, "K": 8}
@@ -42,7 +42,7 @@ MATMUL = ("model", "direction", "matmul", "world_size")
 
 @pytest.fixture(scope="session")
 def rows(make_row: MakeRow) -> list[Measurement]:
-    """Square gathers, two of them on four ranks too, a model's block, predictions, a refusal and a check."""
+    """Square gathers, two also on four ranks; a model's block; predictions; a refused row; a checked row."""
     found = []
     for size, ratio in RATIOS.items():
         at = {"M": size, "N": size, "K": size}
@@ -66,7 +66,7 @@ def rows(make_row: MakeRow) -> list[Measurement]:
 
 
 class Page(HTMLParser):
-    """Fails on a tag that is not closed in order; keeps ids, links, text and attributes."""
+    """A parser that fails on tags not closed in order, and keeps ids, links, text and attributes."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Page(HTMLParser):
 
     @property
     def sections(self) -> list[str]:
-        """Those that there are, in order, each of which is linked to."""
+        """Return the sections in order; each must have a link."""
         links = [value[1:] for tag, name, value in self.attributes if (tag, name) == ("a", "href")]
         assert [each for each in self.ids if each in report.SECTIONS] == links
         return links
@@ -139,7 +139,7 @@ def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
             assert value == "data:,", (tag, name, value)
         for target in re.findall(r"url\((.*?)\)", value):
             assert target.lstrip("#") in found.ids, target
-    # addresses are only names of XML's namespaces
+    # the only addresses are names of XML namespaces
     assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
@@ -170,14 +170,14 @@ def test_every_section_and_figure_is_there_the_latter_as_png_too(written: Path) 
 
 def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> None:
     found = Page(written.with_suffix(".html").read_text())
-    # the square sizes, two of them on four ranks too, and the block's four matmuls, each of which is twice as fast
+    # the square sizes, two also on four ranks, and the block's four matmuls, each twice as fast
     mean = math.exp(sum(map(math.log, (*RATIOS.values(), 1.25, 1.6, 2, 2, 2, 2))) / 10)
     for text in (
         f"decomposed is the fastest on average, at {mean:.2f}x the speed of unfused",
         "over 10 cases with 2 or more ranks; from 0.80x to 2.00x",
         "It is faster in 8, slower in 1, and cannot be told apart in 1.",
         "from 1024 x 1024 x 1024 fp32",
-        # a gate's words are text, not markup
+        # the gate's message is text, not markup
         '3 of 4 elements are wrong: <i>1 & "so"',
         f"1 of {len(rows)} results were wrong",
         "async_tp: its fused ops need CUDA",
@@ -207,7 +207,7 @@ def test_sections_without_content_are_absent(make_row: MakeRow, rows: list[Measu
     page = written(alone)
     assert page.sections == ["times", "rows"]
     assert "1 results compared with float64, 0 refused" in page.text
-    # Whoever looks at the terminal is told why there is no timeline.
+    # The terminal says why there is no timeline.
     store.write(path, alone)
     said = folded(command("report", path))
     assert "no timeline on the page:" in said
@@ -260,7 +260,7 @@ def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow)
     frame = frame_of(found)
     lines = tables.standings(frame).cells.to_dict("records")
     assert {line["dtype"]: line["shorter median"] for line in lines} == {"fp32": "always", "fp16": "never"}
-    # A cell of the picture each.
+    # Each needs a cell of its own in the picture.
     assert frame["where"].nunique() == 4
 
 
@@ -279,17 +279,17 @@ def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measureme
     table = text[text.index('<table id="T_rows">') :]
     assert table.count("<tr") == 1 + len(rows)
     assert table.count(">yes</td>") == sum(row.predicted + row.interpreted for row in rows)
-    # what is predicted stands in another style
+    # predictions have another style
     (style,) = re.findall(r"((?:#T_rows_row\d+_col\d+,?\s*)+)\{\s*font-style: italic", text)
     lines = {each.strip().partition("_col")[0] for each in style.split(",")}
     assert len(lines) == sum(row.predicted for row in rows)
     assert ">5.12</td>" in table
-    # a column that no row has is left out
+    # a column without values is left out
     assert "busbw" not in table[: table.index("</thead>")]
 
 
 def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
-    """Whatever a file calls a variant, a model or a processor: it is no markup and no column's format."""
+    """Names of variants, models and processors may be any text, and must not act as markup or as a column's format."""
     odd = ["<b>bold</b>", "mean", "x\nmean", "{}", "speed-up", "ms"]
     lines = [make_row(variant=name, median_ms=2.0, cpu="<i>", **TINY) for name in ("unfused", "matmul", *odd)]
     found = [*lines]
@@ -329,7 +329,7 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
         assert said in text
     assert not (tmp_path / "sweep-figures").exists()
     assert (tmp_path / "sweep.png").exists()
-    # a prediction is drawn, not kept
+    # predictions are drawn but not stored
     assert store.read(path) == measured
     assert "abacus" in command("report", path, "--hardware", "abacus", code=2)
 
@@ -360,7 +360,7 @@ def test_picture_has_a_panel_an_op_and_a_model_sorted_by_tokens(make_row: MakeRo
 
 
 def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> None:
-    """Also on the map, whose cell is then white; and the axis of ratios has ticks at powers of two."""
+    """On the map, such a cell is white. The axis of ratios has ticks at powers of two."""
     around = {"median_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1}
     found = []
     for at, name in itertools.product(
@@ -382,13 +382,13 @@ def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> No
     assert [text.get_text() for text in decomposed.texts] == ["~1.05", "~1.05", "~1.05", "-"]
     assert decomposed.collections[0].get_array().compressed().tolist() == [0.0] * 3
     assert fused.collections[0].get_array().compressed().tolist() == pytest.approx([math.log(2)] * 3)
-    # One size, or one number of ranks, makes no map.
+    # One size alone, or one number of ranks, has no map.
     assert figures.speedup_map(frame_of([row for row in found if row.M == 1024])) is None
     assert figures.speedup_map(frame_of([row for row in found if row.world_size == 2])) is None
 
 
 def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
-    """Of a single op and size, the narrowest, and of two, by rows whose machine and commit have long names."""
+    """Widths of one and two sizes, with long names of machine and commit."""
     at = {"cpu": "Some Vendor(R) Processor(R) Platinum 0000C CPU @ 2.00GHz", "cores": 128, "torch": "2.13.0+cpu"}
     times = {"matmul": 1.0, "unfused": 2.0, "decomposed": 1.5, "fused": 1.2, "dtensor": 3.0}
     found = [make_row(variant=name, median_ms=ms, commit="0" * 12, dirty=True, **at) for name, ms in times.items()]

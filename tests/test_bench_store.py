@@ -1,4 +1,4 @@
-"""Rows survive the file; what is not ours is refused and left alone; nothing half-written is ever seen."""
+"""Rows survive the file; foreign files are refused and left alone; no half-written file is ever visible."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
         writer.writeheader()
         writer.writerows(lines)
     assert store.read(path) == [replace(ROW, rounds_ms=()), REFUSED]
-    # what is measured next has its rounds, beside the rows without
+    # a new row has its rounds, beside rows without
     new = replace(ROW, M=8192)
     assert store.update(path, [new]) == store.read(path) == [replace(ROW, rounds_ms=()), REFUSED, new]
 
@@ -63,7 +63,7 @@ def test_text_survives_and_cannot_start_a_formula(path: Path) -> None:
     store.write(path, rows)
     with path.open(newline="") as file:
         assert not any(cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r")) for cells in csv.DictReader(file))
-    # ends of lines are all written alike
+    # line ends are normalized
     assert store.read(path) == [replace(row, gpu=row.gpu.replace("\r\n", "\n").replace("\r", "\n")) for row in rows]
 
 
@@ -74,7 +74,7 @@ def test_a_byte_order_mark_of_a_spreadsheet_is_no_part_of_the_header(path: Path)
 
 
 def test_update_replaces_whole_cases(path: Path) -> None:
-    # the same size in another direction, or in another block, is another case
+    # the same size in another direction or block is a different case
     others = [replace(ROW, M=8192), replace(ROW, direction="backward"), replace(ROW, layer="mlp down"), REFUSED]
     store.write(path, [ROW, replace(ROW, variant="unfused"), *others])
     again = replace(ROW, median_ms=95.0)
@@ -103,7 +103,7 @@ def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_file_is_replaced_as_a_whole_with_its_mode(path: Path, tmp_path: Path) -> None:
-    """A new one can be read by others."""
+    """A new file is readable by others."""
     link, old = tmp_path / "link.csv", os.umask(0o022)
     try:
         store.write(path, [ROW])

@@ -1,4 +1,4 @@
-"""Spans cost next to nothing unless recorded, cover what ranks do, and survive the trace file."""
+"""Spans cost next to nothing unless recorded, cover the work of ranks, and survive the trace file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_span_costs_well_under_a_microsecond_unless_recorded() -> None:
             pass
 
     assert trace.span("multiply", 1) is trace.span("wait")
-    # the least of many: what interrupts a run is not the span's
+    # the minimum of many runs, without interruptions
     assert min(timeit.repeat(spend, number=2000, repeat=30)) < 2000 * 1e-6
 
 
@@ -52,7 +52,7 @@ def test_recording_keeps_order_and_ends() -> None:
 
 
 def late(group: ProcessGroup, case: Case, seconds: float) -> dict[str, list[list[tuple[str, int, int, int]]]]:
-    """As `timeline.record`, with rank 1 late for each of its copies into shared memory."""
+    """Run `timeline.record` with rank 1 late for each copy into shared memory."""
     from fusedtp.schedules.decomposed import DecomposedGather
 
     start = DecomposedGather.start
@@ -80,7 +80,7 @@ def test_gather_copies_its_own_and_multiplies_every_chunk(pool: RankPool) -> Non
             assert call[2] <= parts[0][2]
             assert parts[-1][3] <= call[3]
             assert all(before[3] <= after[2] for before, after in pairwise(parts))
-    # rank 0 waited for rank 1, for about as long as that one slept, and the clocks of both agree on when it was over
+    # rank 0 waited for rank 1 about as long as rank 1 slept, and both clocks agree on the end of the wait
     for spans, others in zip(ranks[0]["decomposed"], ranks[1]["decomposed"], strict=True):
         (wait,) = [span for span in spans if span[0] == "wait" and span[3] - span[2] > 30e6]
         (copy,) = [span for span in others if span[0] == "travel"]
@@ -147,7 +147,7 @@ def test_command(tmp_path: Path) -> None:
     for schedule in found.schedules:
         calls = found.calls(schedule)
         assert calls is not None
-        # the call that is shown is the middle one
+        # the shown call is the median call
         assert calls.median_ms == pytest.approx(found.last_ms(schedule), rel=1e-3)
     assert all(" ".join(line.split()) in said for line in recorded.remarks(found))
     assert min(mark.begin_us for mark in found.of("decomposed", "call")) == 0.0
@@ -163,7 +163,7 @@ def with_calls(found: Timeline, **ms: tuple[float, ...]) -> Timeline:
 
 
 def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
-    """Of the rank that ends last: 70 ms of a product against none, and not the collective, which unfused has."""
+    """The last rank to end decides: 70 ms of multiplying against none; unfused's collective is left out."""
     (said,) = recorded.remarks(found)
     assert re.search(r"^decomposed is slower than .* 0\.0905 ms, unfused 0\.08\. .*multiplying took 0\.07 ms", said)
     assert recorded.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]

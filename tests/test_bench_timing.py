@@ -1,4 +1,4 @@
-"""Ranks that see different times run the same rounds, and what is reported is the slowest rank's."""
+"""Ranks with different times run the same rounds, and the slowest rank's time is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def sleeping(group: ProcessGroup, rounds: int | None) -> tuple[dict[str, Timing], list[str]]:
-    """Rank 1 is five times slower than rank 0; the calls in order."""
+    """Measure with rank 1 five times slower than rank 0; return timings and the order of calls."""
     calls: list[str] = []
 
     def runner(name: str, seconds: float) -> Callable[[], None]:
@@ -40,9 +40,9 @@ def test_ranks_run_the_same_rounds_and_report_the_slowest(pool: RankPool, rounds
     assert first == second
     assert calls == other_calls
     assert {timing.rounds for timing in first.values()} == {(len(calls) - 2) // 2}
-    # one round takes at least 3 ms on rank 0, which decides: alone, rank 1 would stop at fewer
+    # a round takes at least 3 ms on rank 0, which decides; rank 1 alone would run fewer rounds
     assert first["a"].rounds == rounds if rounds else MIN_ROUNDS < first["a"].rounds <= MAX_ROUNDS
-    # sleep never ends early: each time is rank 1's
+    # sleep never ends early, so each time is at least rank 1's
     assert first["a"].p20_ms >= 5
     assert first["b"].p20_ms >= 10
     assert all(timing.p20_ms <= timing.median_ms <= timing.p80_ms <= timing.total_ms for timing in first.values())
@@ -54,13 +54,13 @@ def test_variants_take_turns(pool: RankPool) -> None:
 
 
 def sleeping_long(group: ProcessGroup, seconds: float) -> tuple[int, list[str]]:
-    """Rounds of 3 ms on rank 0 and 15 ms on rank 1; those of `seconds` are kept, and long."""
+    """Measure rounds of 3 ms on rank 0 and 15 ms on rank 1; `seconds` is the limit of long rounds, which are kept."""
     with mock.patch.multiple(timing, KEPT_SECONDS=seconds, LONG_SECONDS=seconds):
         timings, calls = sleeping(group, None)
     return timings["a"].rounds, calls
 
 
-# Long on rank 1 alone: neither may it keep the first round, nor stop after three. Long on both: all rounds count.
+# Long on rank 1 alone: rank 1 must not keep the first round, nor stop after three. Long on both: all rounds count.
 @pytest.mark.parametrize(("seconds", "kept"), [(0.01, 0), (0.001, 1)])
 def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
     (rounds, calls), others = pool.run(sleeping_long, seconds, world_size=2)

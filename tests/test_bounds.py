@@ -1,4 +1,4 @@
-"""The check of every address that kernels touch finds what it is there for. The tests of the ops run under it."""
+"""The check of kernels' addresses finds planted faults. The tests of ops run under the same check."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ NO_BIAS = epilogue.epilogue_of(None, per_row=False)
 PLANTED = [
     ("_gather_matmul_kernel stores 4 bytes", "gather rows",
         Edit(epilogue, "apply", "& in_n[None, :]", "& (cols <= c.N[0])[None, :]")),
-    # The next column of another rank's shard, between the rows of this one.
+    # The next column of another rank's shard, in the gap between this shard's rows.
     ("_push_kernel loads 4 bytes", "gather contraction",
         Edit(push, "send_block", "(offs_c < cols - col)", "(offs_c <= cols - col)")),
     ("_collect_kernel stores 4 bytes", "all_gather",
         Edit(push, "_collect_kernel", "(offs_m < first + rows - row - strip)",
             "(offs_m <= first + rows - row - strip)")),
-    # An operand that is not there to be written.
+    # A store to an operand that is read-only.
     ("_push_kernel stores 4 bytes", "reduce_scatter",
         Edit(push, "send_block", "tl.store(dst_ptr +", "tl.store(src_ptr +")),
-    # Of a table of chunks, not of an operand.
+    # A load beyond a table of chunks.
     ("_matmul_scatter_kernel loads 4 bytes", "scatter columns",
         Edit(matmul, "locate_in_chunks", "tl.load(table + chunk + 1)", "tl.load(table + chunk + 2)")),
     ("_push_kernel atomically changes 4 bytes", "one_shot",
@@ -56,7 +56,7 @@ def test_planted_access_is_found(says: str, op: str, edit: Edit) -> None:
 
 
 def test_between_the_rows_of_a_slice_is_outside() -> None:
-    """The plain matmul, told that C has no gaps where it has."""
+    """The plain matmul runs with an edit that ignores the gaps between rows of C."""
     a, b = torch.randn(5, 7), torch.randn(7, 3)
     c = torch.zeros(5, 2 * 3)[:, :3]
     with Bounds() as bounds:
@@ -81,12 +81,12 @@ def test_a_descriptor_that_is_too_large_is_found() -> None:
                 matmul.matmul(a, b, c, NO_BIAS, config=config)
 
 
-# M, N, K, every rank's length of what is gathered, and which dims are: M (0), K (1) or both in turn.
+# M, N, K, every rank's length of the gathered dim, and the gathered dims in turn: M (0), K (1) or both.
 Lengths = tuple[int, int, int, tuple[int, ...], tuple[int, ...]]
 
 
 def run_hinted(M: int, N: int, K: int, sizes: tuple[int, ...], dims: tuple[int, ...]) -> None:
-    """All-gather + matmul [M, K] @ [K, N], result as it is and transposed, and matmul + reduce-scatter of columns."""
+    """Run all-gather + matmul [M, K] @ [K, N], result plain and transposed, and matmul + reduce-scatter of columns."""
     ranks = [Workspace(memory, CPU) for memory in local_memories(len(sizes), CPU)]
     random = torch.Generator().manual_seed(M)
     a, b = torch.randn(M, K, generator=random), torch.randn(K, N, generator=random)
@@ -126,7 +126,7 @@ def test_hints_are_true(lengths: Lengths) -> None:
 @pytest.mark.parametrize(
     ("says", "lengths", "edit"),
     [
-        # The chunks of the contraction say nothing about the rows.
+        # Aligned chunks of the contraction do not make rows aligned.
         ("_gather_matmul_kernel takes 41", (41, 16, 96, (64, 16, 16), (1,)),
             Edit(gather_matmul, "_store_gathered", "ctx.chunks.ROWS_ALIGNED", "ctx.chunks.ALIGNED")),
         ("_gather_matmul_kernel takes 17", (97, 16, 97, (48, 32, 17), (0,)),

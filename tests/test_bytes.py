@@ -1,4 +1,4 @@
-"""Bytes that the kernels store into peers' arenas, counted where they are stored, against the closed forms."""
+"""Bytes that kernels store into peers' arenas, counted at the stores, equal the closed forms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .harness import LARGE
 ROWS, COLS, ITEMSIZE = 24, 40, 4  # 24 rows split evenly over 2, 3 and 4 ranks
 BUFFER = ROWS * COLS * ITEMSIZE
 
-# What one rank sends, in units of the whole buffer, with n ranks.
+# Bytes sent by one of n ranks, in units of the whole buffer.
 FORMS = {
     ("all_gather", "direct"): lambda n: (n - 1) / n,
     ("all_gather", "ring"): lambda n: (n - 1) / n,
@@ -44,7 +44,7 @@ FORMS = {
 
 @contextlib.contextmanager
 def counting(ws: Workspace) -> Iterator[list[int]]:
-    """A list of one number: the bytes that kernels store into the halves of the peers' arenas."""
+    """Count the bytes that kernels store into the halves of the peers' arenas, in a list of one number."""
     count, store = [0], InterpreterBuilder.create_masked_store
     num_bytes = 2 * ws.half_bytes
     peers = [ws.addresses[rank] + ws.data_offset for rank in range(ws.world_size) if rank != ws.rank]
@@ -76,7 +76,7 @@ def sent(group: ProcessGroup) -> dict[tuple[str, str], int]:
     for op, form in FORMS:
         options: dict[str, Any] = {"algorithm": form} | ({} if op.endswith("all_reduce") else {"sizes": rows})
         tensors, options = given.get((op, form), (operands.get(op, (whole,)), options))
-        # Once before: then the arenas have room.
+        # The first run makes room in the arenas.
         for _ in range(2):
             with counting(registry.get(group, torch.device("cpu"))) as count:
                 direct.run(op, "fused", group, *tensors, **options)
@@ -90,7 +90,7 @@ def test_bytes_sent(pool: RankPool, world_size: int) -> None:
     assert set(replies[0]) == set(FORMS)
     for key, form in FORMS.items():
         if key in (("all_gather_matmul", "contraction"), ("matmul_all_reduce", "two_shot")):
-            # The shards' widths differ where the columns, or columns of tiles, do not divide: as many bytes in all.
+            # Shard widths differ if the columns, or columns of tiles, do not divide by the ranks; the total does not.
             assert sum(counts[key] for counts in replies) == round(form(world_size) * world_size) * BUFFER, key
         else:
             assert [counts[key] for counts in replies] == [form(world_size) * BUFFER] * world_size, key

@@ -1,4 +1,4 @@
-"""When a call made before is found again, and when it must not be."""
+"""When a prepared call is reused, and when it must not be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ones(*shape: int) -> Tensor:
 
 
 def near_misses(group: ProcessGroup) -> list[str]:
-    """What a good call, made before, is mistaken for."""
+    """Return the bad calls that pass as a good call made before."""
     x, weight, bias = ones(5, 1, 3), ones(4, 3), ones(4)
     good: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "gather_dim": 1, "sizes": (1, 1), "group": group}
     taken, good = [], good | {"schedule": "decomposed"}
@@ -62,9 +62,9 @@ def test_a_repeated_call_is_told_from_one_that_looks_like_it(pool: RankPool) -> 
 
 
 def through_new_memory(group: ProcessGroup) -> None:
-    """A backward pass whose call has run before, in memory that was given back after its forward pass."""
+    """Run a repeated backward pass after its forward pass's memory was given back."""
     x, weight = ones(2, 3).requires_grad_(), ones(4, 3).requires_grad_()
-    # The first pass makes the memory, and with it all calls anew.
+    # The first pass makes the memory, and all calls are prepared again.
     for destroyed in (False, False, True):
         x.grad = weight.grad = None
         y = fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
@@ -80,7 +80,7 @@ def test_a_call_kept_by_a_graph_runs_in_new_memory(pool: RankPool) -> None:
 
 
 class Named:
-    """What a group says of itself."""
+    """A stand-in for a group: its name, size and rank."""
 
     def __init__(self, name: str, size: int = 2, rank: int = 0) -> None:
         self.group_name, self._size, self._rank = name, size, rank
@@ -94,7 +94,7 @@ class Named:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> dict[str, Named]:
-    """The groups that there are, by name."""
+    """Replace the lookup of groups by name."""
     groups_: dict[str, Named] = {}
     monkeypatch.setattr(groups, "named", lambda name: groups_[name])
     return groups_
@@ -115,7 +115,7 @@ def test_a_call_on_another_device_is_another(known: dict[str, Named]) -> None:
 
 
 def test_a_group_made_anew_is_another(known: dict[str, Named]) -> None:
-    """Also under the name, and at the address, of one that is gone."""
+    """Also if the new group has the name, or the address, of the old one."""
     prepared: list[str] = []
 
     def prepare(
@@ -140,7 +140,7 @@ def test_a_group_made_anew_is_another(known: dict[str, Named]) -> None:
         known["1"] = other
         assert found("1")[0] is found("1")[1]
         assert all(each not in before for each in found("1"))
-    # Another at the same address: what was found goes with the group that it was found for.
+    # A new group at the same address: prepared calls are dropped with their group.
     before = found("1")
     prepared.clear()
     del known["1"], other
@@ -150,7 +150,7 @@ def test_a_group_made_anew_is_another(known: dict[str, Named]) -> None:
 
 
 def test_a_group_that_ends_amid_an_interruption_is_gone(known: dict[str, Named]) -> None:
-    """What is raised in a function that is told of a group's end is lost, and the rest of that function with it."""
+    """An exception in the callback of a group's end is lost, and so is the rest of the callback."""
 
     def strike(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Why ranks cannot map each other's memory: told by what it is, alike on every rank, with what to do about it."""
+"""Errors for ranks that cannot map each other's memory: the cause and the remedy, the same on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fusedtp.memory import Unreachable, posix
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 HERE = posix.Endpoint(10, 3, 77, 1, 2, 1000, 1000, 0, 4096, 0)
-# (what differs on rank 1, the code that rank 0 met there, what it is told)
+# (difference on rank 1, the error code on rank 0, the message)
 TOLD = [
     ({"boot": 9}, posix.OTHER_MACHINE, "on different machines: use schedule 'unfused'"),
     ({"namespace": 9}, posix.OTHER_NAMESPACE, "in different pid namespaces"),
@@ -39,14 +39,14 @@ def test_a_cause_is_told(differs: dict[str, int], code: int, told: str) -> None:
 
 
 def limited(group: ProcessGroup, limit: str, growing: bool) -> str:
-    """Rank 1 has used up what the limit allows, in its first op or where its workspace must grow."""
+    """Use up a limit on rank 1, in its first op or when its workspace must grow."""
     fusedtp.destroy(group)
     kind, small, large = getattr(resource, limit), torch.ones(2, 2), torch.ones(600, 1000)
     if growing:
         fusedtp.all_gather(small, group=group, schedule="decomposed")
     before = resource.getrlimit(kind)
     if group.rank() == 1:
-        # It limits the numbers of descriptors: the lowest that is free is the next one's.
+        # RLIMIT_NOFILE bounds descriptor numbers, and the next descriptor gets the lowest free number.
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(kind, ({"RLIMIT_NOFILE": free, "RLIMIT_FSIZE": 4096}[limit], before[1]))
@@ -57,7 +57,7 @@ def limited(group: ProcessGroup, limit: str, growing: bool) -> str:
         said = str(error)
     resource.setrlimit(kind, before)
     if growing:
-        # The group goes on with the memory that it has, and grows when it can.
+        # The group goes on with its old memory, and grows once it can.
         assert fusedtp.all_gather(small, group=group, schedule="decomposed").shape == (2 * group.size(), 2)
     else:
         fusedtp.destroy(group)
@@ -81,7 +81,7 @@ def test_a_limit_is_told_on_every_rank(pool: RankPool, limit: str, told: str, gr
 
 
 def another_user(group: ProcessGroup) -> str:
-    """Rank 1 is of another user, as far as the kernel and it can tell."""
+    """Pretend that rank 1 runs as another user."""
     fusedtp.destroy(group)
     effective, opened = os.geteuid, posix._map_of
 

@@ -1,4 +1,4 @@
-"""`fusedtp plan`: the styles that a configuration's decoder would get, or one line that says why it cannot."""
+"""`fusedtp plan`: the styles for a configuration's decoder, or one line that says why there is no plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder_of(kind: str, folder: Path, **settings: object) -> str:
 
 
 def test_a_plan_of_a_large_model_takes_no_memory(tmp_path: Path) -> None:
-    # Its weights would be 140 GB.
+    # The weights would take 140 GB.
     size = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     said = command("plan", folder_of("Llama", tmp_path, num_key_value_heads=8, **size), "--world-size", 8)
     for text in (
@@ -102,7 +102,7 @@ def test_an_odd_configuration_is_refused_in_one_line(tmp_path: Path, case: str) 
 
 
 def written(folder: Path, changed: dict[str, Any] | bytes) -> None:
-    """A configuration, and code of a model's own, which says so if it is imported."""
+    """Write a configuration, and a model's own code that fails if it is imported."""
     content = changed if isinstance(changed, bytes) else json.dumps(LLAMA | changed).encode()
     (folder / "config.json").write_bytes(content)
     (folder / "code.py").write_text("raise SystemExit('the code was run')")
@@ -116,7 +116,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first look may strike in a callback of the garbage collector, which keeps the exception; the next one ends it.
+    # The first check may raise in a callback of the garbage collector, which swallows exceptions; a later check works.
     monkeypatch.setattr(cli_plan, "_MOST_SECONDS", 1)
     written(tmp_path, {"num_hidden_layers": 29_000})
     said = command("plan", tmp_path, code=2)
@@ -125,7 +125,7 @@ def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: py
 
 
 def test_what_the_plan_leaves_out_is_told(tmp_path: Path) -> None:
-    """Sizes under names of an older OLMo, which would be those of the defaults; quantization; another model's code."""
+    """Unknown names of sizes, for which defaults are used; quantization; code of a model's own."""
     written(tmp_path, {"d_model": 8, "n_heads": 8, "quantization_config": {"quant_method": "gptq"}, "auto_map": CODE})
     said = command("plan", tmp_path)
     for text in (

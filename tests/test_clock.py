@@ -1,4 +1,4 @@
-"""The clock that bounds waits: it follows the time in which this process runs, and ends with the last workspace."""
+"""The clock that bounds waits counts the time in which this process runs, and ends with the last workspace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _LockThen:
 
 
 def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
-    """Another thread may drive a block between the release of the last one and the end of the clock's thread."""
+    """Another thread may drive a block after the last block's release, before the clock's thread ends."""
     first, second = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     others = [block for _, block in clock._words.values()]
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +64,7 @@ def test_the_clock_is_left_at_the_end_of_every_wait() -> None:
 
 
 class Time:
-    """`time.monotonic` by hand."""
+    """A stand-in for `time.monotonic`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -85,7 +85,7 @@ def test_time_in_which_a_process_did_not_run_is_not_spent(monkeypatch: pytest.Mo
 
     run(2)
     assert ran.seconds() == pytest.approx(2)
-    # Stopped for a minute: its peers, which were too, have a second to run again before more is spent.
+    # After a stop of a minute, peers that were stopped too have a second to resume before more time is counted.
     now.now += 60
     assert ran.seconds() == pytest.approx(2.1)
     run(0.9)

@@ -1,4 +1,4 @@
-"""What torch does around the layers: compile, opcheck, activation checkpointing, hooks, autocast, dry runs."""
+"""torch features around the layers: compile, opcheck, activation checkpointing, hooks, autocast, dry runs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def inputs(group: ProcessGroup, dim: int = 0) -> Tensor:
 
 
 def local(value: Tensor | None) -> Tensor:
-    """This rank's part: torch.equal of DTensors asks the whole world, of which some ranks are not here."""
+    """Return this rank's part: torch.equal of DTensors needs all ranks of the world, and some are not here."""
     assert isinstance(value, DTensor)
     return value.to_local()
 
 
 def results(call: Callable[[Tensor], Tensor], layer: torch.nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """y, dx and every parameter's gradient of one forward and backward of a loss that tells elements apart."""
+    """Return y, dx and parameter gradients of one forward and backward, with a loss that depends on each element."""
     layer.zero_grad()
     x = x.detach().requires_grad_()
     y = call(x)
@@ -58,7 +58,7 @@ def results(call: Callable[[Tensor], Tensor], layer: torch.nn.Module, x: Tensor)
 
 
 def equal(got: dict[str, Tensor], expected: dict[str, Tensor], rounding: float = 0.0) -> None:
-    """Bit by bit, or within `rounding` of the largest element."""
+    """Compare bit by bit, or within `rounding` of the largest element."""
     assert got.keys() == expected.keys()
     for name, ref in expected.items():
         assert got[name].dtype == ref.dtype, name
@@ -67,7 +67,7 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor], rounding: float =
 
 
 def seen_by(backend: str) -> tuple[Callable[..., Any], list[list[str]]]:
-    """A backend of torch.compile, and our operators in each graph that it is given."""
+    """Return a backend of torch.compile, and a list of our operators in each graph that the backend gets."""
     graphs: list[list[str]] = []
 
     def seen(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
@@ -85,8 +85,7 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
     seen, graphs = seen_by(backend)
     call = torch.compile(layer, fullgraph=True, backend=seen)
     expected = results(layer, layer, x)
-    # A generated kernel rounds silu's multiplications in its own order: a few roundings, carried through one matmul of
-    # each pass.
+    # A generated kernel rounds silu's multiplications in its own order: a few roundings, through one matmul each way.
     rounding = 0.0 if backend == "aot_eager" else 64 * torch.finfo(x.dtype).eps
     with few_kernels():
         for _ in range(2):
@@ -100,13 +99,13 @@ def compiled(group: ProcessGroup, backend: str, dim: int, sequence_parallel: boo
     [*((*each, True) for each in spread(["inductor", "aot_eager"], [0, 1])), ("aot_eager", 0, False)],
 )
 def test_compiled_without_a_graph_break(pool: RankPool, backend: str, dim: int, sequence_parallel: bool) -> None:
-    """Also with a batch first, where a layer's result is a transposed view, and with the sequence whole."""
+    """Also batch first, where a layer's result is a transposed view, and with a whole sequence."""
     for graphs in pool.run(compiled, backend, dim, sequence_parallel, world_size=2, timeout=120):
         assert graphs == [["fusedtp.matmul.default"] * 2]
 
 
 def compiled_in_turn(group: ProcessGroup) -> None:
-    """One rank compiles while the other does not, then the other way round, finding what the first kept on disk."""
+    """Compile on one rank at a time; the second rank finds the first rank's graph in the cache on disk."""
     torch.manual_seed(5)
     layer = fusedtp.FSDPLinear(4, 5, bias=False, group=group)
     x = torch.randn(3, 4, requires_grad=True)
@@ -119,7 +118,7 @@ def compiled_in_turn(group: ProcessGroup) -> None:
 
 
 def test_a_rank_does_not_take_the_graph_that_another_has_compiled(pool: RankPool) -> None:
-    """Rank 0 holds three of five rows, rank 1 two: graphs that differ in nothing but whose they are."""
+    """Rank 0 holds three of five rows, rank 1 two: their graphs differ only in the rank."""
     pool.run(compiled_in_turn, world_size=2, timeout=120)
 
 
@@ -135,7 +134,7 @@ def compiled_for_any_length(group: ProcessGroup) -> int:
 
 
 def test_compiled_once_for_all_lengths(pool: RankPool) -> None:
-    """One graph for the first length, one for every other."""
+    """One graph serves the first length, a second graph all other lengths."""
     assert pool.run(compiled_for_any_length, world_size=2) == [2, 2]
 
 
@@ -177,13 +176,13 @@ def opchecked(group: ProcessGroup) -> None:
 
 
 def test_operators_are_registered_as_torch_wants_it(pool: RankPool) -> None:
-    """Schema, autograd registration, fakes, and ahead-of-time dispatch, which runs forward and backward traced."""
+    """Checks schema, autograd registration, fakes, and ahead-of-time dispatch with forward and backward traced."""
     pool.run(opchecked, world_size=2)
 
 
 def checkpointed(group: ProcessGroup) -> list[str]:
-    """Forward is run again in backward: the same bits, one more gather."""
-    # It loads the compiler, which the processes that run the tests do without.
+    """Check that backward repeats forward: the same bits, one more gather."""
+    # Not at the top: it imports the compiler, which the test processes do without.
     from torch.distributed.tensor.debug import CommDebugMode
 
     layer, x = model(group), inputs(group)
@@ -199,9 +198,9 @@ def checkpointed(group: ProcessGroup) -> list[str]:
     ):
         with mode:
             call = partial(checkpoint, layer, use_reentrant=False, **options)
-            # By the operators, as compiled.
+            # These modes run the operators, as a compiled graph does.
             equal(results(call, layer, x), expected, 1e-6)
-        # The recomputation stops early, in the middle of the last call of the layer.
+        # Recomputation stops early, inside the layer's last call.
         equal(results(layer, layer, x), expected)
     return list(expected)
 
@@ -211,7 +210,7 @@ def test_activation_checkpointing(pool: RankPool) -> None:
 
 
 class Hook(TorchDispatchMode):
-    """Hooks for saved tensors, or a mode, that raise behind an op of ours."""
+    """Hooks for saved tensors, or a mode, that raise after an op of ours."""
 
     def __init__(self, error: type[BaseException]) -> None:
         super().__init__()
@@ -228,7 +227,7 @@ class Hook(TorchDispatchMode):
 
 
 def hooks_that_raise(group: ProcessGroup) -> list[str]:
-    """What a hook raises once an op has ended is the program's: the group goes on. An interruption there is one."""
+    """Raise in hooks after an op: after an Exception the group goes on; a KeyboardInterrupt is an interruption."""
     x, said = torch.ones(4, 8, requires_grad=True), []
     weight = torch.ones(3, 8, requires_grad=True)
     calls: list[Callable[[], Tensor]] = [
@@ -260,7 +259,7 @@ def test_what_a_hook_raises_behind_an_op_is_no_interruption(pool: RankPool) -> N
 
 
 def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
-    """What a layer with bfloat16 parameters computes, with float32 parameters and their gradients."""
+    """Check that autocast of a float32 layer equals a bfloat16 layer, with float32 parameter gradients."""
     layer, x = model(group, sequence_parallel=sequence_parallel), inputs(group)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x)
@@ -351,6 +350,6 @@ for how in (("fake", True), ("fake", False), ("gloo", True)):
 
 
 def test_a_dry_run_has_the_shapes() -> None:
-    """One process as a rank of four by torch's backend "fake", and tensors without memory."""
+    """One process acts as a rank of four with torch's backend "fake", or with fake tensors."""
     done = subprocess.run([sys.executable, "-P", "-c", DRY_RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

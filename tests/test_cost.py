@@ -22,10 +22,10 @@ from . import published
 def test_how_often_tiles_read_the_weight() -> None:
     machine = plain(memory_gbps=100)
     sizes: dict[str, Any] = {"N": 4096, "K": 4096, "world_size": 4, "dtype": "float32", "hardware": machine}
-    # Few rows are multiplied together when all of them are there, after three hops.
+    # Few rows are multiplied at once when all have arrived, after three hops.
     few = cost.predict("all_gather_matmul", M=4, **sizes)
     assert few.fused_us == pytest.approx((4 * 4096 + 1024 * 4096 + 4 * 1024) * 4 / 1e5 + 3 * 4096 * 4 / 1e5)
-    # Of more, each of four reads its rows and the whole weight, 1024 x 4096, again, and stores its rows of 1024.
+    # With more rows, each of four chunks reads its rows and the whole weight, 1024 x 4096, and stores its rows of 1024.
     many = cost.predict("all_gather_matmul", M=260, **sizes)
     assert many.fused_us == pytest.approx(4 * (65 * 4096 + 1024 * 4096 + 65 * 1024) * 4 / 1e5)
     one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": plain()}))
@@ -40,24 +40,24 @@ def test_tiles_are_those_of_the_kernels() -> None:
     assert [tile[:2] for tile in overlap.KERNEL_TILES] == known
     assert overlap.KERNEL_TILES[2][2] == configs.NARROW_RATE * overlap.KERNEL_TILES[3][2]
     assert (low.block_m, overlap.FEW_ROWS) == (configs.FEW_ROWS, decomposed.FEW_ROWS)
-    # In the wide tile, half of the SMs of an H100 would be idle.
+    # The wide tile would leave half of the SMs of an H100 idle.
     assert configs.shape_class(512, 4096, programs=132) == "few columns"
     assert configs.shape_class(8192, 8192, programs=132) == "many"
     assert configs.shape_class(64, 3584, chunks=8, programs=132) == configs.shape_class(64, 3584) == "few rows"
 
 
 def cpu_rows(path: Path) -> pd.DataFrame:
-    """What was measured at the commit of README's sizes: the rates of one run are not another's."""
+    """Return the rows measured at the commit of README's sizes; rates differ between runs."""
     rows = pd.read_csv(path)
     together = rows.commit == rows[rows.model.isna()].commit.iloc[-1]
     return rows[together & (rows.direction == "forward") & (rows.dtype == "float32") & rows.median_ms.notna()]
 
 
 def cpu_rates(rows: pd.DataFrame) -> Hardware:
-    """The machine's rates from rows of the bounds alone: nothing of the schedule that is to be predicted.
+    """Return the machine's rates from rows of the bounds alone, not of the schedule that is predicted.
 
-    With one rank a collective is a copy, and what unfused takes beyond the matmul is the op's host cost. A wait for a
-    peer is what the smallest collective of two ranks takes beyond that of one and its bytes.
+    With one rank a collective is a copy, and unfused's time beyond the matmul is the op's host cost. A wait for a peer
+    is the time of the smallest collective of two ranks, less the time of one rank and of its bytes.
     """
     table = rows.pivot_table(index=["world_size", "op", "M", "N", "K"], columns="variant", values="median_ms")
     table = table.reset_index()
@@ -90,13 +90,13 @@ def test_measured_rows_of_a_cpu(tmp_path: Path) -> None:
             matmul_us=1e3 * row.matmul,
         )  # fmt: skip
         assert found.fused_us is None
-        # Within 25 % of what was measured, which is a range where it is short: two milliseconds vary by half.
+        # Within 25 % of the measured range: times of two milliseconds vary by half.
         low, high = 1e3 * spread.loc[row[1:5], ["p20_ms", "p80_ms"]]
         assert 0.75 * low <= found.decomposed_us <= 1.25 * high, f"{found.decomposed_us:.0f} us, {row}"
 
 
 def plain(**changes: Any) -> Hardware:
-    """Round numbers: 1 us for 1e5 bytes sent, 1e9 FLOPs a us, and nothing else unless changed."""
+    """Return hardware with round numbers: 1 us for 1e5 bytes sent, 1e9 FLOPs a us, and no other cost unless changed."""
     ones = ("kernel", "reduce", "collective", "ll", "copy", "store", "matrix")
     nothing = ("collective_start", "ll_hop", "ll128_hop", "simple_hop", "copy_start", "flag", "poll", "launch", "chunk")
     numbers: dict[str, Any] = {
@@ -121,7 +121,7 @@ def test_matmul_and_collectives_by_hand() -> None:
     reduced = cost.predict("matmul_all_reduce", hardware=plain(), **sizes)
     assert reduced.comm_us == pytest.approx(2 * scatter.comm_us)
     assert cost.predict("fsdp_linear", hardware=plain(), **sizes).comm_us == gather.comm_us
-    # The ring whose messages are long, and the one whose hops are short.
+    # First the ring with long messages, then the ring with short hops.
     machine = plain(collective_start_us=7.0, simple_hop_us=0.5, ll_fraction=0.5)
     started = cost.predict("all_gather_matmul", hardware=machine, **sizes)
     assert started.comm_us == pytest.approx(7 + 3 * 0.5 + gather.comm_us)
@@ -131,7 +131,7 @@ def test_matmul_and_collectives_by_hand() -> None:
 
 
 def test_recursion_by_hand() -> None:
-    # A chunk of x travels 10.5 us, 1024 x 1024 x K of it is multiplied in 2.1 us: the last chunk arrives at 31.5.
+    # A chunk of x travels 10.5 us and is multiplied (1024 x 1024 x K) in 2.1 us; the last chunk arrives at 31.5 us.
     sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 1024, "world_size": 4, "dtype": "float32"}
     hop, part = 1024 * 1024 * 4 / 1e5, 2 * 1024**3 / 1e9
     for schedule in ("fused", "decomposed"):
@@ -139,14 +139,14 @@ def test_recursion_by_hand() -> None:
         assert found.times[schedule] == pytest.approx(max(4 * part, 3 * hop / 4 + part))
         slow = cost.predict("all_gather_matmul", hardware=plain(), **sizes)
         assert slow.times[schedule] == pytest.approx(3 * hop + part)
-        # Nothing is left to wait for: only the time beside arriving data is stretched, here all but the last bit.
+        # No wait remains: only matmul time during arrivals is stretched, here for all arrivals.
         quick = plain(link_gbps=4000, overlap_slowdown=0.5)
         travel = 3 * hop / 40
         wanted = 4 * part + travel - travel / 1.5
         assert cost.predict("all_gather_matmul", hardware=quick, **sizes).times[schedule] == pytest.approx(wanted)
     scatter = cost.predict("matmul_reduce_scatter", hardware=plain(link_gbps=1e6, memory_gbps=4e3), **sizes)
     own_bytes = 4096 * 4096 * 4 / 4
-    # The tiles of each of four owners read the 256 x 4096 of b again.
+    # The tiles of each of four owners read 256 x 4096 of b again.
     matmul_us = scatter.matmul_us + 3 * 256 * 4096 * 4 / 4e6
     assert scatter.times["fused"] == pytest.approx(matmul_us + 5 * own_bytes / 4e6, rel=1e-3)
 
@@ -173,7 +173,7 @@ def test_all_reduce_takes_few_steps_when_small_and_few_bytes_when_large() -> Non
         for M in (1, 4, 16, 4096)
     ]
     assert used == ["one_shot", "one_shot", "two_shot", "two_shot"]
-    # Two ranks send as many bytes either way, in one step or in two.
+    # With two ranks, one step and two steps send the same bytes.
     found = cost.predict("all_reduce", M=8192, N=8192, world_size=2, hardware="h100")
     assert found.algorithm == "one_shot"
     one, two, ring = (
@@ -185,7 +185,7 @@ def test_all_reduce_takes_few_steps_when_small_and_few_bytes_when_large() -> Non
 
 
 def test_hiding_needs_a_long_enough_contraction() -> None:
-    # K >= itemsize * rate / (2 * bandwidth) hides a scatter: 990e12 / 450e9 = 2200 in bfloat16, as it is well known.
+    # K >= itemsize * rate / (2 * bandwidth) hides a scatter: the well-known 990e12 / 450e9 = 2200 in bfloat16.
     machine = plain(link_gbps=450, matrix_tflops={"bfloat16": 990}, overlap_slowdown=0.0, domain_size=64)
     for K, hidden in ((1600, False), (2800, True)):
         found = cost.predict(
@@ -210,7 +210,7 @@ def test_every_op_on_every_machine(op: str, hardware: str) -> None:
             assert found.comm_us == found.sent_bytes == 0
             assert len(set(found.times.values())) == 1
         elif found.flops and within:
-            # Nothing beats both bounds: the rate of the matmul, and the link.
+            # No time beats either bound: the rate of the matmul, and the link.
             link = found.sent_bytes / machine.link(world_size)
             assert min(found.times.values()) >= max(found.matmul_us, link) * 0.999
         if previous is not None and op == "all_gather":
@@ -223,7 +223,7 @@ def test_beyond_one_domain() -> None:
     across = cost.predict("all_gather_matmul", M=8192, N=28672, K=8192, world_size=16, hardware="h100")
     assert across.comm_us > inside.comm_us
     assert across.winner == "unfused"
-    # Half of x comes over 8 adapters of 50 GB/s, while the links inside are not what limits.
+    # Half of x comes over 8 adapters of 50 GB/s; the links inside a domain are not the limit.
     total = 8192 * 8192 * 4
     machine = plain(link_gbps=1e3, network_start_us=5.0)
     bound = cost.predict("all_gather", M=8192, N=8192, world_size=16, dtype="float32", hardware=machine)
@@ -236,7 +236,7 @@ def test_replicas_share_the_gradient() -> None:
     assert alone.network_us == alone.network_exposed_us == 0
     found = cost.predict("all_gather_matmul", data_parallel=16, **sizes)
     assert found.times == alone.times
-    # Scattered and gathered: 2 * 15/16 of this rank's weight over 50 GB/s, and 15 starts each.
+    # Scatter and gather: 2 * 15/16 of this rank's weight over 50 GB/s, and 15 starts each.
     assert found.network_us == pytest.approx(2 * (15 / 16 * 28672 * 8192 * 2 / 8 / 50e3 + 15 * 10))
     assert found.network_exposed_us == pytest.approx(max(0, found.network_us - 3 * found.best_us))
     exposed = cost.predict("all_gather_matmul", data_parallel=16, overlap_network=False, **sizes)
@@ -254,11 +254,11 @@ def test_one_shot_gives_way_once_and_sooner_with_more_ranks(machine: Hardware, s
             overlap.way_of(64, 1 << power, n, "float32", machine, schedule, alone=alone) == "one_shot"
             for power in range(20)
         ]  # fmt: skip
-        # Small ones always, and from some size on never.
+        # Always for small sizes, and never from some size on.
         assert wins[0]
         assert wins == sorted(wins, reverse=True)
         limits.append(sum(wins))
-    # Behind a matmul, to a power of two: what is left of it when the first part can leave is a share of one over n.
+    # Behind a matmul, equal up to a power of two: the part after the first send is a share of one over n.
     assert limits[0] >= limits[1] >= limits[2] - (schedule == "fused" and not alone)
     assert limits[2] < 20
 
@@ -317,7 +317,7 @@ def test_a_tree_sends_float32_and_is_for_fused_alone() -> None:
 
 
 def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
-    """What docs/guide/switch.md says; few rows are better off without."""
+    """docs/guide/switch.md says so; few rows are faster without the switch."""
     sizes: dict[str, Any] = {"N": 8192, "world_size": 8, "hardware": "h100"}
     for M in (1, 64, 256, 257, 512, 1024, 4096, 16384):
         usual, free = (
@@ -329,11 +329,11 @@ def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
         assert free.unfused_us / free.fused_us >= (1.65 if M >= 512 else 1.5)
         assert free.fused_us <= usual.fused_us
         assert M <= 256 or usual.unfused_us / usual.fused_us < 1.35
-    # Of a long contraction, whose matmul takes longer than its sums.
+    # A long contraction, whose matmul takes longer than its sums.
     for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.25), (16384, 1.2)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)
         assert found.unfused_us / found.fused_us > least
-    # Nothing else is otherwise, and no machine that is not known to have one.
+    # Other ops are unchanged, and so are machines without a known switch.
     for op, hardware in (
         ("matmul_reduce_scatter", "h100"),
         ("all_gather_matmul", "h100"),

@@ -17,13 +17,13 @@ from fusedtp.scaled import SCALE_BYTES, packed_bytes
 from .published_times import of
 from .test_cost import invoke, plain
 
-# Matmul of e4m3 operands + reduce-scatter on 8 B300: the scaled matmul and then NCCL. N 16384 and, as the command is
-# read here, K 7168 a rank. github.com/pytorch/pytorch issue 179770.
+# Matmul of e4m3 operands + reduce-scatter on 8 B300: the scaled matmul, then NCCL. N 16384 and K 7168 for each rank, as
+# we read the command. github.com/pytorch/pytorch issue 179770.
 UNFUSED = of("issue 179770", way="unfused")
 
 
 def test_few_rows_of_float8_are_not_worth_it() -> None:
-    """Issuing chunks from the host takes longer than both ops one after the other, theirs and by the model."""
+    """Issuing chunks from the host takes longer than both ops in sequence, in the published times and in the model."""
     op, dtype, allowed = "matmul_reduce_scatter", "float8_e4m3fn", ("fused", "decomposed", "unfused")
     for row in UNFUSED:
         (chunked,) = of("issue 179770", way="decomposed", M=row.M)
@@ -32,7 +32,7 @@ def test_few_rows_of_float8_are_not_worth_it() -> None:
         assert found.unfused_us / found.decomposed_us < 0.4
         assert row.us / chunked.us < 0.4
         assert found.winner == "unfused"
-        # Our kernel is not theirs, but it reads the weight for every rank's few rows.
+        # Our kernel differs from theirs, but reads the weight again for every rank's few rows.
         assert found.fused_us > 1.3 * found.unfused_us
         assert tuning.decide(None, HARDWARE["b300"], op, dtype, 8, row.M, 16384, allowed)[0] == "unfused"
     assert len(UNFUSED) > 1
@@ -43,17 +43,17 @@ def test_float8_by_hand() -> None:
     machine = plain(matrix_tflops={"float32": 1000, "bfloat16": 1000, "float8_e4m3fn": 2000})
     sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 1024, "world_size": 4, "dtype": torch.float8_e4m3fn}
     gather = cost.predict("all_gather_matmul", hardware=machine, **sizes)
-    # A byte an element, and a scale in 16 bytes behind each row.
+    # One byte for each element, and a scale in 16 bytes behind each row.
     assert gather.work.moved_bytes == 4096 * (1024 + 16)
     assert gather.comm_us == pytest.approx(3 / 4 * 4096 * 1040 / 1e5)
     assert gather.sent_bytes == 3 * 1024 * 1040
     assert gather.matmul_us == pytest.approx(2 * 4096 * 1024 * 1024 / 2e9)
-    # A sum travels as what it is.
+    # Sums travel in their own dtype.
     scatter = cost.predict("matmul_reduce_scatter", hardware=machine, **sizes)
     wide = cost.predict("matmul_reduce_scatter", hardware=machine, **(sizes | {"dtype": "bfloat16"}))
     assert (scatter.comm_us, scatter.sent_bytes) == (wide.comm_us, wide.sent_bytes)
     assert scatter.matmul_us == pytest.approx(wide.matmul_us / 2)
-    # Columns have a scale for each rank's part of a row.
+    # With columns, each rank's part of a row has a scale.
     columns = cost.predict("all_gather_matmul", hardware=machine, gather_dim=1, **sizes)
     assert columns.work.moved_bytes == 4096 * (1024 + 4 * 16)
 
@@ -66,7 +66,7 @@ def test_blocks_have_a_scale_for_each_32() -> None:
     assert columns.work.moved_bytes == 4096 * (8192 + 4 * 64)
     narrow = cost.predict("all_gather_matmul", hardware="b200", **(sizes | {"dtype": "float8_e4m3fn"}))
     assert on["b200"].matmul_us == narrow.matmul_us
-    # Where no unit takes their scales, torch makes both bfloat16, and what our kernel does there was not measured.
+    # Without a unit for block scales, torch widens both operands to bfloat16; our kernel's rate there is unmeasured.
     wide = cost.predict("all_gather_matmul", hardware="h100", **(sizes | {"dtype": "bfloat16"}))
     widening = (4096 * 8192 + 8192 * 1024) * 7 / 3350e3 + 6 * hardware.HARDWARE["h100"].launch_us
     assert on["h100"].matmul_us == pytest.approx(wide.matmul_us + widening)
@@ -83,7 +83,7 @@ def test_every_schedule_of_float8_begins_with_a_cast() -> None:
     machine = plain(matrix_tflops={"float8_e4m3fn": 2000}, memory_gbps=1e3, launch_us=2.0)
     given = cost.predict("all_gather_matmul", hardware=machine, casts=False, **sizes)
     cast = cost.predict("all_gather_matmul", hardware=machine, **sizes)
-    # Its own rows are read twice, in bfloat16, and written.
+    # This rank's rows are read twice in bfloat16 and written once.
     assert cast.cast_us == pytest.approx(2 * 2 + 1024 * 1024 * 5 / 1e6)
     assert given.cast_us == 0
     assert cast.times == pytest.approx({name: time + cast.cast_us for name, time in given.times.items()})
@@ -104,7 +104,7 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
         wide = cost.predict("all_gather_matmul", hardware=name, dtype="float32", **sizes)
         narrow = cost.predict("all_gather_matmul", hardware=name, dtype="bfloat16", **sizes)
         assert ("fused" in found.times) == has_units, (name, dtype)
-        # On AMD's GPUs torch's scaled matmul is not used: units for it are our kernel's alone.
+        # On AMD's GPUs torch's scaled matmul is not used: only our kernel uses the units.
         by_library = has_units and name != "mi300x"
         assert (found.matmul_us < 0.6 * narrow.matmul_us) == by_library
         assert (found.matmul_us > wide.matmul_us) != by_library
@@ -113,7 +113,7 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
             assert found.winner == "fused"
             assert found.fused_us < narrow.fused_us
     assert work.SCALE_BYTES == SCALE_BYTES
-    # What is sent along the contraction is multiplied part by part: torch's parts are written, scaled and added.
+    # A gather along the contraction is multiplied in parts: torch's parts are written, scaled and added.
     columns = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", gather_dim=1, **sizes)
     assert columns.winner == "fused"
     rows = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", **sizes)

@@ -1,6 +1,6 @@
-"""The cost model against times that others have published, and the table of both in docs/choosing.md.
+"""The cost model against published times of others, and the table of both in docs/choosing.md.
 
-The table is written by FUSEDTP_COST=write.
+FUSEDTP_COST=write writes the table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _name(row: Published) -> str:
 
 @pytest.mark.parametrize("row", ROWS, ids=_name)
 def test_published_times(row: Published) -> None:
-    """Within 15 %, or 20 % for a form of ours beside another's kernel; what is not has a reason, and only that."""
+    """Within 15 %, or 20 % for a schedule of ours beside another's kernel; exactly the rows outside need a reason."""
     within = abs(row.error) <= row.allowed
     said = f"published {row.us} us, predicted {row.predicted_us:.1f}: {row.error:+.1%}"
     assert within != bool(row.why), said
@@ -50,7 +50,7 @@ def test_the_faster_of_unfused_and_fused_is_the_published_one() -> None:
     both = [(unfused[row.source, row.gpus, row.size], row) for row in ROWS if row.way.startswith("fused")]
     assert len(both) == 34
     wrong = [(a.us < b.us, b) for a, b in both if (a.us < b.us) != (a.predicted_us < b.predicted_us)]
-    # Of few rows, for the reason that the table has.
+    # Few rows, with the reason given in the table.
     assert [(unfused_is_faster, row.M, row.why) for unfused_is_faster, row in wrong] == [(True, 128, "half")]
     assert {together.us < apart.us for apart, together in both} == {True, False}
 
@@ -70,7 +70,7 @@ def test_large_all_reduces_are_summed_in_the_switch_where_it_can() -> None:
         ring = 2 * 7 / 8 * 2**30 / (machine.link(8) * machine.collective_fraction)
         assert (library_us("all_reduce", 2**30, 8, machine) < ring) == sums, name
         assert (multicast_us("all_reduce", 2**30, 8, machine) is not None) == sums
-    # Between two ranks a ring sends less than the switch would carry.
+    # Between two ranks a ring sends fewer bytes than the switch.
     h100 = HARDWARE["h100"]
     assert library_us("all_reduce", 2**30, 2, h100) == pytest.approx(18 + 2 * 1.9 + 2**30 / (450e3 * 0.75))
 
@@ -85,7 +85,7 @@ def test_ways_by_hand() -> None:
     assert library_us("all_reduce", 1e8, 4, machine) == pytest.approx(10 + 100 + 1250 / 0.8)
     assert library_us("gather", 1e5, 4, machine) == pytest.approx(10 + 3 * 1 + 0.75 / 0.25)
     assert library_us("scatter", 1e6, 4, machine) == pytest.approx(10 + 3 * 3 + 7.5 / 0.5)
-    # In the switch a gather carries all, by the ring 3/4.
+    # In the switch a gather moves all bytes, by a ring 3/4.
     assert library_us("scatter", 1e8, 4, machine) == pytest.approx(10 + 100 + 1000 / 0.8)
     machine = plain(multicast_fraction=0.5, multicast_sum_fraction=0.8, lone_us=5.0, flag_us=1.0, poll_us=0.5)
     assert multicast_us("gather", 1e6, 4, machine) == pytest.approx(5 + 2 * 1.5 + 10 / 0.5)

@@ -1,7 +1,7 @@
 """The cost model of `fused` against a discrete-event simulation of the grids that are launched.
 
-Every rank does the same, so one rank is simulated: what it sends at some time is what it receives then. Programs,
-multiprocessors, tiles in their order and the link are the kernels' own; rates and latencies are the model's.
+Every rank does the same, so one rank is simulated: its sends are also its arrivals, at the same times. Programs,
+multiprocessors, the order of tiles and the link are those of the kernels; rates and latencies are those of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .test_tile_order import Shape, deal
 
 @dataclass(frozen=True)
 class Grid:
-    """A share of an op on an H100: its tiles, and how long each takes on a multiprocessor of its own, in us."""
+    """One rank's part of an op on an H100: its tiles, and the time of each on its own multiprocessor, in us."""
 
     work: Work
     machine: Hardware
@@ -55,7 +55,7 @@ class Grid:
         return 2 * config.block_m * config.block_n * self.work.depth / (rate / machine.num_sms)
 
     def pushed(self) -> Iterator[tuple[int, int, float]]:
-        """Yield (distance of the peer, piece, time) of what this rank pushes, in the order in which it does."""
+        """Yield (distance of the peer, piece, time) of this rank's pushes, in order."""
         work, machine, n = self.work, self.machine, self.work.num_ranks
         row_bytes = 2 * work.depth
         rows = piece_rows(row_bytes, self.config)
@@ -68,7 +68,7 @@ class Grid:
                 turn = (turn + 1) % self.pushers
 
     def gathered(self, *, weighed: bool = True) -> float:
-        """Return when the last tile of a gather is stored; `weighed`: late programs have fewer tiles."""
+        """Return when the last tile of a gather is stored; `weighed`: late programs get fewer tiles."""
         work, machine, config = self.work, self.machine, self.config
         tiles, slow = self.shape.order("gather"), 1 + machine.overlap_slowdown
         arrivals: dict[tuple[int, int], float] = {}
@@ -80,7 +80,7 @@ class Grid:
         late = late_share(work, machine, self.pushers)
         head = head_turns(len(tiles), config.programs, self.pushers, late if weighed else 0.0)
         dealt = deal(len(tiles), config.programs, self.pushers, head, pairs=False)
-        # A multiprocessor has one program at a time, and takes the next one when that ends.
+        # A multiprocessor runs one program at a time.
         free = [*ends, *[machine.launch_us] * (machine.num_sms - self.pushers)]
         heapq.heapify(free)
         over = 0.0
@@ -98,7 +98,7 @@ class Grid:
         return max(over, last)
 
     def scattered(self) -> float:
-        """Return when the sums of a scatter are stored: every tile leaves over the link, own ones last, then a sum."""
+        """Return when a scatter's sums are stored: every tile leaves over the link, own tiles last, then the sum."""
         work, machine, config, n = self.work, self.machine, self.config, self.work.num_ranks
         tiles, slow = self.shape.order("scatter"), 1 + machine.overlap_slowdown
         tile_bytes = 2 * config.block_m * config.block_n
@@ -106,7 +106,7 @@ class Grid:
         link, busy, ends = machine.launch_us, 0.0, [machine.launch_us] * machine.num_sms
         sent = sum(tile.chunk != self.shape.rank for tile in tiles)
         for i, _ in enumerate(tiles):
-            # Programs are in step, and the link carries tiles in the order in which they end.
+            # Programs run in step, and the link carries tiles in the order in which they finish.
             pid = i % machine.num_sms
             busy = link if pid == 0 else busy
             beside = min(self.tile_us, max(0.0, busy - ends[pid]) / slow)
@@ -118,7 +118,7 @@ class Grid:
         return max(*ends, link + machine.flag_us + machine.poll_us) + machine.launch_us + (n + 1) / n * added
 
 
-# Of Llama 8B, 70B and 405B: M tokens, N, K, ranks.
+# Sizes of Llama 8B, 70B and 405B: M tokens, N, K, ranks.
 GATHERS = [(16384, 28672, 8192, 8), (8192, 28672, 8192, 8), (16384, 53248, 16384, 8), (8192, 28672, 8192, 4)]
 SCATTERS = [(8192, 8192, 28672, 4), (16384, 8192, 28672, 2), (16384, 16384, 53248, 8), (8192, 4096, 14336, 2)]
 
@@ -134,13 +134,13 @@ def scatter(M: int, N: int, K: int, n: int) -> Grid:
 
 
 def row(op: str, size: tuple[int, int, int, int]) -> list[str]:
-    """A row of the table: the bound, the times before and now, and what the model says."""
+    """Return a row of the table: the bound, the times before and now, and the model's time."""
     M, N, K, n = size
     grid = gather(*size) if op == "gather" else scatter(*size)
     model = Model(grid.work, grid.machine)
     bound = max(model.matmul, model.comm)
     if op == "gather":
-        # As many programs as programs of 10 GB/s would need, and the same number of tiles for every program.
+        # Before: as many pushers as 10 GB/s each would need, and equal numbers of tiles for all programs.
         before, now, said = gather(*size, 33).gathered(weighed=False), grid.gathered(), model.gathered("push")
         best = f"{min(now, model.copied) / bound:.2f}"
     else:

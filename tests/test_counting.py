@@ -1,4 +1,4 @@
-"""What four ranks really send and keep: collectives and saved tensors are counted while layers run."""
+"""The collectives that four ranks send and the tensors that autograd saves, counted while layers run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Call = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Count:
-    """calls: op and shape of its first operand, either way round, in order. groups: (op, the group's name). saved: by
-    autograd.
+    """Counters. calls: op and shape of its first operand, transposed or not, in order. groups: (op, name of its group).
+    saved: tensors saved by autograd.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -47,15 +47,15 @@ class Count:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Count]:
-    """Counts every task that runs over a group, and every tensor that autograd saves."""
+    """Count every task that runs over a group, and every tensor that autograd saves."""
     count, run = Count(), Ready.run
 
     def counted(ready: Ready, operands: Mapping[str, Any]) -> list[Tensor]:
-        # Which way round a matmul is solved is the program's choice.
+        # The planner chooses whether a matmul is transposed.
         task = ready.task
         each = [(task.op.name, operands["a"])]
         if "right" in task.shapes:
-            # Both products of what is gathered.
+            # Two products of the gathered tensor.
             each = [(f"{task.op.name} twice", operands["a"])]
         elif "x" in task.shapes:
             each = [("all_gather_matmul", operands["x"]), ("matmul_reduce_scatter", operands["a"])]
@@ -64,7 +64,7 @@ def counting() -> Iterator[Count]:
         return run(ready, operands)
 
     def keep(tensor: Tensor) -> Tensor:
-        # What matters is the memory held on to, not the view of it.
+        # The whole storage is kept, not only the view.
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
         count.saved.append(tensor)
         return tensor
@@ -83,19 +83,19 @@ def calls(*of: tuple[str, tuple[int, ...]]) -> list[Call]:
 
 
 GATHER, GATHER_TWICE, SCATTER = "all_gather_matmul", "all_gather_matmul twice", "matmul_reduce_scatter"
-# The shapes of x and weight here; what forward runs, and what backward runs by what needs a gradient.
+# The shapes of x and weight; the calls of forward; the calls of backward by the operands that need a gradient.
 LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, list[Call]]]] = {
-    # Gathered once more, for dx. Where the input needs no gradient nothing is gathered: dw is dy.T @ x, scattered.
+    # w is gathered again, for dx. Without dx nothing is gathered: dw is dy.T @ x, scattered.
     "fsdp_linear": (
         X_M, W_N, calls((GATHER, W_N)),
         {"xw": calls((GATHER, W_N), (SCATTER, DY_M)), "x": calls((GATHER, W_N)), "w": calls((SCATTER, DY_M))},
     ),
-    # x is gathered again, along dw's contraction: only its shard was kept.
+    # x is gathered again, along dw's contraction: only the shard was saved.
     "all_gather_linear": (
         X_M, W_N, calls((GATHER, X_M)),
         {"xw": calls((GATHER, X_M), (SCATTER, DY_N)), "x": calls((SCATTER, DY_N)), "w": calls((GATHER, X_M))},
     ),
-    # One gather of dy for both gradients.
+    # One gather of dy serves both gradients.
     "linear_reduce_scatter": (
         X_K, W_K, calls((SCATTER, X_K)),
         {"xw": calls((GATHER_TWICE, DY_M)), "x": calls((GATHER, DY_M)), "w": calls((GATHER, DY_M))},
@@ -105,7 +105,7 @@ LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Call], dict[str, 
 
 
 def count_layer(group: ProcessGroup, name: str, needs: str, schedule: str) -> tuple[list[Call], Any, list[Call]]:
-    """The calls of forward, the shapes saved, and the calls of backward."""
+    """Return the calls of forward, the saved shapes, and the calls of backward."""
     x_shape, w_shape, *_ = LAYERS[name]
     x = torch.randn(x_shape).requires_grad_("x" in needs)
     weight = torch.randn(w_shape).requires_grad_("w" in needs)
@@ -123,7 +123,7 @@ def count_layer(group: ProcessGroup, name: str, needs: str, schedule: str) -> tu
 @pytest.mark.parametrize("name", LAYERS)
 def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> None:
     x_shape, w_shape, expected_forward, expected_backward = LAYERS[name]
-    # x serves dw and weight dx; either is kept for that only.
+    # x is saved for dw only, and weight for dx only.
     expected_saved = sorted([x_shape] * ("w" in needs) + [w_shape] * ("x" in needs))
     for schedule in ("unfused", "decomposed"):
         for forward, saved, backward in pool.run(count_layer, name, needs, schedule):
@@ -132,14 +132,14 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
             assert backward == expected_backward[needs]
 
 
-# What starts the gather and what multiplies first, in each schedule.
+# The functions that start the gather and the first matmul, by schedule.
 STARTS = {"unfused": ("unfused.UnfusedGather.start_beside", "unfused.sum_into"),
           "decomposed": ("decomposed.DecomposedGather.start_beside", "decomposed.DecomposedScatter.multiply"),
           "fused": ("producer.push", "fused.FusedScatter.multiply")}  # fmt: skip
 
 
 def order_of_backward(group: ProcessGroup, name: str, schedule: str) -> list[str]:
-    """What backward starts, in order: the gather and the matmuls of both gradients."""
+    """Return the order in which backward starts the gather and the matmuls."""
     x_shape, w_shape, *_ = LAYERS[name]
     x, weight = torch.randn(x_shape, requires_grad=True), torch.randn(w_shape, requires_grad=True)
     y = getattr(fusedtp, name)(x, weight, group=group, schedule=schedule)
@@ -170,7 +170,7 @@ def test_the_gather_of_one_gradient_starts_before_the_matmul_of_the_other(
 
 
 def frozen(group: ProcessGroup) -> None:
-    """Nothing needs a gradient, or only the bias does: nothing is kept, and backward sends db's sum alone."""
+    """Check that without gradients, or with db alone, nothing is saved, and backward sends db's sum alone."""
     x, weight, bias = torch.randn(X_M), torch.randn(W_N), torch.randn(N)
     with counting() as count:
         fusedtp.fsdp_linear(x, weight, bias, group=group)
@@ -188,8 +188,8 @@ def test_frozen_layers(pool: RankPool) -> None:
 
 
 def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
-    """Each matmul by itself runs as many collectives as planned, and no all-reduce over an axis that splits its result:
-    there a reduce-scatter does.
+    """Check that each matmul runs as many collectives as planned, and no all-reduce over an axis that splits its
+    result: a reduce-scatter suffices there.
     """
     if on_mesh:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("X", "Y"))
@@ -219,17 +219,17 @@ def count_specs(group: ProcessGroup, texts: list[str], on_mesh: bool) -> None:
 
 
 def test_no_all_reduce_where_a_reduce_scatter_does(pool: RankPool) -> None:
-    # Whose result is not partial.
+    # Specs without a partial result.
     one, two = (list(filter(is_valid, texts(options, ("",)))) for options in (ONE, TWO))
     assert (len(one), len(two)) == (27, 11**3)
     pool.run(count_specs, one, False)
-    # The planner's test has them all; these are of every kind.
+    # The planner's test has all specs; these are a sample of every kind.
     pool.run(count_specs, two[::11] if LARGE else two[::73], True, timeout=120.0)
 
 
 def same_bits(group: ProcessGroup, schedule: str) -> None:
-    """Forward and backward again, and backward of one graph twice."""
-    # Interpreted kernels are slow: those of the other two layers are in these.
+    """Check that repeated forward and backward, and a second backward of one graph, have the same bits."""
+    # Interpreted kernels are slow, and these two layers contain the other two's.
     names = ("all_gather_linear", "linear_reduce_scatter") if schedule == "fused" and not LARGE else tuple(LAYERS)
     for name in names:
         x_shape, w_shape, *_ = LAYERS[name]
@@ -250,7 +250,7 @@ def test_same_bits_every_time(pool: RankPool, schedule: str) -> None:
 
 
 def keeps_shards(group: ProcessGroup) -> None:
-    """Every named sharding keeps the very shards that it was given."""
+    """Check that every named sharding saves exactly its input shards."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     for text in NAMED.values():
         spec = parse(text)

@@ -1,4 +1,4 @@
-"""Memory on GPUs without one: ranks agree before torch's rendezvous, and after it, whatever one of them finds."""
+"""GPU memory on machines without a GPU: ranks agree before and after torch's rendezvous, even if one rank fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_BYTES = 4096
 
 @dataclass
 class Handle:
-    """Every rank's memory as it was when they met."""
+    """Every rank's memory at the time of the rendezvous."""
 
     buffers: list[bytes]
     multicast_ptr: int = 0
@@ -40,7 +40,7 @@ class Handle:
 
 @dataclass
 class FakeGpu(Gpu):
-    """GPU number `rank` of a host where all goes well, but for what `changes`, `fails` and `links` say."""
+    """GPU number `rank` of a host without faults, except those in `changes`, `fails` and `links`."""
 
     rank: int
     changes: dict[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class FakeGpu(Gpu):
 
 
 def allocate(group: ProcessGroup, memory: CudaMemory, num_bytes: int = NUM_BYTES) -> tuple[str, str]:
-    """The kind and text of what an allocation ends with; of one that succeeds every rank's header is checked."""
+    """Allocate and return the kind and text of the error, if any; on success check every rank's header."""
     header = torch.zeros(64, dtype=torch.int32)
     header[0], header[5] = 3, 100 + group.rank()
     try:
@@ -100,12 +100,12 @@ def allocate(group: ProcessGroup, memory: CudaMemory, num_bytes: int = NUM_BYTES
 
 
 def attempt(group: ProcessGroup, unusual: dict[int, dict[str, Any]]) -> tuple[str, str, int]:
-    """What an allocation ends with on this rank, and how often it has entered torch's rendezvous."""
+    """Return the error of an allocation on this rank, and how often it entered torch's rendezvous."""
     settings = dict(unusual.get(group.rank(), {}))
     num_bytes = settings.pop("num_bytes", NUM_BYTES)
     gpu = FakeGpu(group.rank(), **settings)
     kind, said = allocate(group, CudaMemory(group, torch.device("cpu"), gpu, seconds=1.0), num_bytes)
-    # The group goes on: everybody has left the allocation alike.
+    # The group still works: all ranks have left the allocation alike.
     memory = CudaMemory(group, torch.device("cpu"), FakeGpu(group.rank()), seconds=60.0)
     assert [allocate(group, memory, size) for size in (NUM_BYTES, 2 * NUM_BYTES)] == [("", "")] * 2
     return kind, said, gpu.entered
@@ -115,7 +115,7 @@ OUT_OF_MEMORY = RuntimeError("CUDA driver error: out of memory\nadvice that nobo
 SAME = {"index": 0, "uuid": "GPU-0"}
 WAY = "the way from its GPU 1 (Some GPU) to GPU 0 (Some GPU) of rank 0"
 
-# Of each: what is unusual on which rank, and what every rank is told, none of them having entered the rendezvous.
+# For each case: the fault by rank, and the message of every rank. No rank enters the rendezvous.
 REFUSED: dict[str, tuple[dict[int, dict[str, Any]], str]] = {
     "host": ({2: {"changes": {"host": "another"}}}, "ranks 0 and 2 are on different hosts"),
     "container": (
@@ -162,7 +162,7 @@ def test_every_rank_is_told_before_any_enters_the_rendezvous(pool: RankPool, cas
     ("error", "own_kind", "prefix"),
     [
         (RuntimeError("CUDA driver error: invalid device"), "Unreachable", "rank 1: torch's rendezvous failed: "),
-        # An error of the device is raised where it happened.
+        # A device error is raised on its own rank.
         (torch.AcceleratorError("CUDA error: an illegal memory access"), "AcceleratorError", ""),
     ],
 )
@@ -170,7 +170,7 @@ def test_every_rank_is_told_when_one_fails_in_the_rendezvous(
     pool: RankPool, error: Exception, own_kind: str, prefix: str
 ) -> None:
     first, second, third = pool.run(attempt, {1: {"fails": {"rendezvous": error}}}, world_size=3)
-    # The others have waited in vain, which is not why.
+    # The message is not that of the other ranks' timeout.
     assert first == third == ("Unreachable", f"rank 1: torch's rendezvous failed: {error}", 1)
     assert second == (own_kind, f"{prefix}{error}", 1)
 
@@ -192,7 +192,7 @@ def of_all(group: ProcessGroup, addresses: dict[int, int]) -> int:
 
 def test_an_address_of_all_ranks_is_all_ranks_or_none(pool: RankPool) -> None:
     assert pool.run(of_all, {0: 64, 1: 96, 2: 128}, world_size=3) == [64, 96, 128]
-    # Of another switch, or a rank that was told not to use it.
+    # A rank on another switch, or a rank that must not use multicast.
     assert pool.run(of_all, {0: 64, 1: 0, 2: 128}, world_size=3) == [0, 0, 0]
 
 
@@ -204,14 +204,14 @@ def test_ranks_that_do_not_ask_alike_are_told(pool: RankPool) -> None:
 
 
 def test_ranks_may_share_a_gpu_where_torch_is_told_so(pool: RankPool) -> None:
-    # No link is asked for from a GPU to itself.
+    # A GPU needs no link to itself.
     shared = {"changes": {**SAME, "may_share": True}, "links": (False, False)}
     assert pool.run(attempt, {rank: shared for rank in range(3)}, world_size=3) == [("", "", 1)] * 3
 
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder whose name leaves room for a socket's, however deep pytest's own folders lie."""
+    """Make a folder with a path short enough for a socket's, however long pytest's own paths are."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -234,7 +234,7 @@ def test_torchs_socket_is_looked_at_before(short: Path, monkeypatch: pytest.Monk
 
 
 def left_over(group: ProcessGroup, folder: str) -> tuple[str, str, int]:
-    """An allocation where a process with rank 1's number was killed in the rendezvous."""
+    """Allocate where a killed process with rank 1's process id has left its socket."""
     before, os.environ["TMPDIR"] = os.environ.get("TMPDIR"), folder
     socket = Path(folder) / f"symm_mem-{os.getpid()}"
     gpu = FakeGpu(group.rank())
@@ -257,7 +257,7 @@ def test_every_rank_is_told_of_a_socket_that_is_in_the_way(pool: RankPool, short
 
 
 def answering(p2p: dict[tuple[int, int, int], int], modes: dict[int, int], error: int = 0) -> Any:
-    """A driver's library whose device n is called 10 + n."""
+    """Return a driver library whose handle for device n is 10 + n."""
 
     def put(pointer: Any, value: int) -> int:
         pointer._obj.value = value

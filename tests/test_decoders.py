@@ -1,4 +1,4 @@
-"""Hugging Face decoders through `parallelize`, against the same model in one process: logits, every gradient, text."""
+"""Hugging Face decoders under `parallelize` equal the same model in one process: logits, every gradient, text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .test_layer_state import whole
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 VOCABULARY = 41
-# No length here is a multiple of two ranks' or four's where a model lets it be.
+# Lengths are no multiples of two or four ranks if the model allows it.
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0,
@@ -83,7 +83,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def decoder(name: str, **changes: Any) -> Any:
-    """In float64 but for what a model computes in float32, random scales and biases, which ones would hide."""
+    """Make a float64 model (some parts compute in float32) with random scales and biases, as ones would hide faults."""
     import transformers
 
     kind, given = MODELS[name]
@@ -107,7 +107,7 @@ def decoder(name: str, **changes: Any) -> Any:
 
 def close(out: Tensor, expected: Tensor, name: str) -> None:
     out = out.full_tensor() if isinstance(out, DTensor) else out
-    # What is computed in float32, as some norms are, is right to about 1e-7; a wrong sum differs in the first digits.
+    # Parts in float32, as some norms, are right to about 1e-7; a wrong sum differs in the first digits.
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7, msg=lambda text: f"{name}: {text}")
 
 
@@ -149,7 +149,7 @@ def alike(model: nn.Module, dense: nn.Module, **given: Any) -> None:
 
 
 def _spread() -> list[Any]:
-    """Each model in one of its ways; in all of them where that is asked for, as `nox -s soak` does."""
+    """Return each model with one combination of options; all combinations with FUSEDTP_SOAK=large."""
     spread = []
     for i, name in enumerate(MODELS):
         # The last norm of the first OLMo has no parameters.
@@ -183,7 +183,7 @@ SHARED = ("layer", "norm", "in a group", "weight")
 
 
 def shared(name: str) -> Any:
-    """A decoder whose second layer has a weight of the first, or is the first; or one that shares nothing."""
+    """Make a decoder whose second layer is the first or has a weight of it; other names share nothing."""
     if name not in SHARED:
         return decoder(name)
     model = decoder("Llama")
@@ -200,7 +200,7 @@ def shared(name: str) -> Any:
 
 
 def trained(group: ProcessGroup, names: tuple[str, ...], sequence_parallel: bool) -> None:
-    """Two batches of different lengths before each of two steps, with activation checkpointing, then evaluation."""
+    """Train two steps of two batches of different lengths, with activation checkpointing, then evaluate."""
     for name in names:
         dense, model = shared(name).train(), shared(name).train()
         fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
@@ -226,7 +226,7 @@ def test_a_training_loop_and_what_modules_share_stays_one(pool: RankPool, sequen
 
 @on_ranks(2)
 def test_ranks_that_are_seeded_unlike(group: ProcessGroup) -> None:
-    """Every parameter and buffer is that of the first rank, split or whole."""
+    """Every parameter and buffer is taken from the first rank, split or whole."""
     dense, model = decoder("GPT-2"), decoder("GPT-2")
     with torch.no_grad():
         for each in (*model.parameters(), *model.buffers()):
@@ -238,7 +238,7 @@ def test_ranks_that_are_seeded_unlike(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks(2)
 def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
-    """Logits are never whole on a rank: torch's own cross-entropy takes them as they are."""
+    """Logits are never whole on a rank, and torch's own cross-entropy takes them split."""
     dense, model = decoder("Llama, tied"), decoder("Llama, tied")
     fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel, loss_parallel=True)
     with loss_parallel():
@@ -260,7 +260,7 @@ def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
 def test_another_head_than_one_of_the_vocabulary(
     group: ProcessGroup, kind: str, head: str, sequence_parallel: bool
 ) -> None:
-    """It is plain torch, on all tokens: its parameters and their gradients are the same on every rank."""
+    """The head is plain torch, on all tokens: its parameters and gradients are the same on every rank."""
     import transformers
 
     settings: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 3, "hidden_size": 32}
@@ -274,11 +274,11 @@ def test_another_head_than_one_of_the_vocabulary(
     alike(model, dense, input_ids=tokens_of(), **many.get(head, {"labels": labels}))
 
 
-# torch says that it cannot see where the storages of DTensors lie.
+# torch warns that it cannot compare the storages of DTensors.
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
-    """torch.save of a model that is split, with the hooks that split its tokens; and logits of chosen tokens."""
+    """torch.save keeps the hooks that split tokens; `logits_to_keep` selects logits."""
     for name in ("Llama with one key head", "OLMo2", "Mixtral"):
         model = fusedtp.parallelize(decoder(name), mesh_of(group))
         file = io.BytesIO()
@@ -294,7 +294,7 @@ def test_saved_whole_and_logits_of_some_tokens(group: ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
-    """The whole state under its own names, packed linears too, can be loaded again; without it nothing is written."""
+    """The whole state, packed linears too, is saved under its original names and loaded; other states are refused."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in ("Llama, tied", "Phi3", "GPT-2"):
         dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh_of(group))
@@ -331,8 +331,8 @@ def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
 )  # fmt: skip
 @on_ranks(2)
 def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequence_parallel: bool) -> None:
-    """Of hidden states it drops what one process would drop; of this rank's heads as much on every rank: random states
-    stay together, and with them the gradients of what is whole on every rank, though nine tokens do not divide.
+    """Dropout of hidden states equals that of one process. Dropout in a rank's heads draws the same count on every
+    rank: random states stay equal, and so do gradients of replicated parameters, though nine tokens do not divide.
     """
     dense, model = decoder(name, **changes).train(), decoder(name, **changes).train()
     fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
@@ -360,7 +360,7 @@ def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
 @pytest.mark.parametrize(("name", "recipe"), [("Llama with one key head", "rowwise"), ("Qwen3", "tensorwise")])
 @on_ranks(2)
 def test_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
-    """Off by what a cast rounds, and by no more; the head is as it was."""
+    """The error is that of the casts, and no more; the head is not in float8."""
     mesh = DeviceMesh.from_group(group, "cpu")
     dense, model = decoder(name).float(), fusedtp.parallelize(decoder(name).float(), mesh, float8=recipe)
     ours, theirs = (each(input_ids=tokens_of(), labels=tokens_of()) for each in (model, dense))
@@ -368,7 +368,7 @@ def test_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     assert 1e-4 < off < 0.1
     ours.loss.backward()
     theirs.loss.backward()
-    # All together: some are sums that all but cancel in so small a model.
+    # One vector: single gradients nearly cancel in so small a model.
     mine, its = (torch.cat([whole(each.grad).flatten() for each in of.parameters()]) for of in (model, dense))
     assert torch.cosine_similarity(mine, its, 0) > 0.97
     float8_of = {key: each.layouts.options.float8 for key, each in model.named_modules() if hasattr(each, "layouts")}
@@ -376,12 +376,12 @@ def test_float8(group: ProcessGroup, name: str, recipe: Any) -> None:
     assert float8_of["lm_head"] is None
 
 
-# torch says of what such a model returns that it must not be changed in place.
+# torch warns that results of FSDP2 modules must not be changed in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", ["Llama with one key head", "Llama, tied"])
 @on_ranks()
 def test_data_parallel_on_the_other_axis(group: ProcessGroup, name: str) -> None:
-    """FSDP2 on another axis looks for parameters by their names: it must find them, norms' and shared ones too."""
+    """FSDP2 on another axis finds parameters by name, also norms' and shared ones."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
     dense, model = decoder(name), fusedtp.parallelize(decoder(name), mesh["tp"])
     for layer in model.get_submodule("model.layers").children():

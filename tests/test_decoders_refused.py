@@ -1,4 +1,4 @@
-"""What `parallelize` does not split, or not so, is refused by name before anything is changed, on every rank."""
+"""Models that `parallelize` cannot split are refused by name on every rank, before anything changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs
 
 
 def other(kind: str, **changes: Any) -> Any:
-    """A model that is not among those that are split, with no weights."""
+    """Make an unsupported model, without weights."""
     import transformers
 
     settings = {**COMMON, **changes}
@@ -35,7 +35,7 @@ def other(kind: str, **changes: Any) -> Any:
 
 
 def with_parameter(where: str, *shape: int, buffer: bool | None = None, name: str = "Llama") -> Any:
-    """The decoder whose layers, or what is in them at `where`, have one more tensor; buffer: one that lasts, or not."""
+    """Make the decoder with one more tensor in each layer at `where`: a parameter, or a buffer (persistent or not)."""
     model = decoder(name)
     for layer in model.get_submodule("model.layers"):
         module = layer.get_submodule(where)
@@ -65,10 +65,10 @@ def extra() -> nn.Parameter:
     return nn.Parameter(torch.ones(32))
 
 
-# What a plan for two ranks refuses: how the model is made, and what is said.
+# Models that a plan for two ranks refuses: the maker, and the message.
 BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.Linear(2, 2), "with one stack of layers: Linear has 0"),
-    # Its norms have no parameters.
+    # The norms of OLMo have no parameters.
     (lambda: other("Olmo"), "OlmoModel, it has none: pass sequence_parallel=False"),
     (lambda: changed(lambda m: setattr(m.model.layers[1].self_attn, "v_proj", nn.Linear(32, 16, bias=False))),
      r"1\.self_attn\.v_proj differs .*, Linear \[\[16, 32\]\] and Linear \[\["),
@@ -84,7 +84,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     *[(lambda where=where, shape=shape, lasts=lasts: with_parameter(where, *shape, buffer=lasts),
        rf"{where}\.extra, a buffer of \({shape[0]},.*as long as heads")
       for where, shape, lasts in (("self_attn", (1, 8, 1), True), ("self_attn", (4,), False), ("mlp", (44,), True))],
-    # Each rank would have the gradient of its own tokens.
+    # Each rank would only have the gradient of its own tokens.
     (lambda: with_parameter("", 32), r"around model\.layers\.\*\.extra, .*: pass sequence_parallel=False"),
     (lambda: changed(lambda m: setattr(m, "extra", extra())), "around extra,"),
     (lambda: changed(lambda m: setattr(m.model, "extra", extra())), r"around model\.extra,"),
@@ -122,10 +122,10 @@ def test_a_parameter_of_a_module_whose_linears_are_split() -> None:
 def test_what_is_not_refused() -> None:
     for model in (other("Olmo"), with_parameter("", 32)):
         decoder_plan(model, 2, sequence_parallel=False)
-    # A causal mask for as many tokens, and a number.
+    # A causal mask for eight tokens, and a scalar.
     decoder_plan(with_parameter("self_attn", 1, 1, 8, 8, buffer=False), 2)
     decoder_plan(with_parameter("self_attn", 1, buffer=True), 2)
-    # A convolution over tokens has parameters and no modules in it, as a norm has, and sees all tokens.
+    # A convolution over tokens has parameters and no submodules, like a norm, but needs all tokens.
     model = decoder("Llama")
     for layer in model.model.layers:
         layer.mix = nn.Conv1d(32, 32, 3)
@@ -135,7 +135,7 @@ def test_what_is_not_refused() -> None:
 
 
 def disagreeing(group: ProcessGroup) -> list[str]:
-    """What this rank is told by calls in which rank 1 means something else."""
+    """Return this rank's errors of calls in which rank 1 means something else."""
     mesh, odd = mesh_of(group), group.rank() == 1
     start, told = time.monotonic(), []
     for changes, options in (
@@ -151,7 +151,7 @@ def disagreeing(group: ProcessGroup) -> list[str]:
         assert not any(isinstance(each, DTensor) for each in model.parameters())
         told.append(str(caught.value))
     assert time.monotonic() - start < 20
-    # Ranks that are refused alike have their own error.
+    # If all ranks are refused alike, each gets its own error.
     with pytest.raises(ValueError, match="3 attention heads"):
         fusedtp.parallelize(decoder("Llama", num_attention_heads=3, hidden_size=12, num_key_value_heads=1), mesh)
     split = fusedtp.parallelize(decoder("Llama"), mesh)
@@ -175,9 +175,9 @@ def test_ranks_that_mean_different_things(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come(group: ProcessGroup) -> None:
-    """Rank 1 comes when rank 0 has given up: it does not go on alone, and the next call works."""
+    """Rank 1 comes after rank 0 has given up: rank 1 does not go on alone, and the next call works."""
     mesh, model = mesh_of(group), decoder("Llama")
-    # Rank 0 calls while the other one sleeps, however busy the machine is.
+    # Rank 0 calls while rank 1 sleeps, however busy the machine is.
     dist.barrier(group)
     fusedtp.set_timeout(0.5, group=group)
     try:

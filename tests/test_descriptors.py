@@ -1,4 +1,4 @@
-"""Operands read by tensor descriptors and by pointers: the same bits, also where chunks end inside a tile."""
+"""Operands loaded by tensor descriptors and by pointers give the same bits, also if chunks end inside a tile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ M, N, K = 43, 37, 45
 
 @pytest.fixture
 def loads() -> Iterator[list[int]]:
-    """One entry a tile that was loaded by a descriptor. Every address is checked."""
+    """Count the tiles loaded by a descriptor, one entry each, and check every address."""
     seen: list[int] = []
     load = InterpreterBuilder.create_descriptor_load
 
@@ -44,7 +44,7 @@ def loads() -> Iterator[list[int]]:
 
 
 def stored(x: Tensor, by: str) -> Tensor:
-    """The same matrix with rows ("rows") or columns 16 bytes' multiples apart, what lies between full of NaN."""
+    """Return the same matrix with rows ("rows") or columns at strides of multiples of 16 bytes; padding is NaN."""
     if by == "columns":
         return stored(x.t(), "rows").t()
     rows, cols = x.shape
@@ -53,7 +53,7 @@ def stored(x: Tensor, by: str) -> Tensor:
 
 
 def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    # Whole numbers: their sums are exact, in whatever order the interpreter's BLAS takes for a layout.
+    # Whole numbers: sums are exact in any order that the interpreter's BLAS takes for a layout.
     random = torch.Generator().manual_seed(seed)
     a, b, bias = (torch.randint(-3, 4, shape, generator=random) for shape in ((M, K), (K, N), (N,)))
     return a.to(dtype), b.to(dtype), bias.to(dtype)
@@ -69,7 +69,7 @@ def test_a_matmul_reads_alike(loads: list[int], a_by: str, b_by: str) -> None:
     a, b = (x if by == "pointers" else stored(x, by) for x, by in ((a, a_by), (b, b_by)))
     assert (read_by(a, DESCRIPTORS), read_by(b, DESCRIPTORS)) == (a_by, b_by)
     assert torch.equal(matmul_of(a, b, bias, DESCRIPTORS), by_pointers)
-    # Four tiles of two blocks of K.
+    # Four tiles with two blocks of K.
     assert len(loads) == 8 * ((a_by != "pointers") + (b_by != "pointers"))
     reference.check(by_pointers, reference.matmul(a, b, bias), reference.bound(a, b, dtype, bias=bias), "matmul")
 
@@ -101,7 +101,7 @@ def test_what_no_descriptor_can_read() -> None:
     [
         ("all_gather_matmul", 0, (40, 0, 3), False, True),
         ("all_gather_matmul", 0, (0, 33, 10), False, True),
-        # The own shard goes through the arena.
+        # This rank's shard goes through the arena.
         ("all_gather_matmul", 0, (40, 0, 3), True, True),
         ("all_gather_matmul", 1, (32, 0, 64), False, True),
         # Chunks of K that end inside a block.
@@ -112,7 +112,7 @@ def test_what_no_descriptor_can_read() -> None:
 def test_an_op_reads_alike(
     loads: list[int], op: str, dim: int, sizes: tuple[int, ...], strided: bool, described: bool
 ) -> None:
-    """On virtual ranks, on halves full of NaN, twice: once on each half."""
+    """Runs twice on virtual ranks, once on each half, with the halves full of NaN."""
     dtype, gathers = torch.bfloat16 if dim == 0 else torch.float16, op == "all_gather_matmul"
     a, b, bias = operands(dtype)
     if dim == 1:

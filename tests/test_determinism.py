@@ -1,10 +1,11 @@
-"""Which bits come out. A partial product is rounded once to the operands' dtype, partials are added in float32 in rank
-order, then the bias, and the sum is rounded once: literally that, on every run and rank, by all algorithms but a ring.
+"""The exact bits of results. A partial product is rounded once to the operands' dtype; partials are added in float32 in
+rank order, then the bias; the sum is rounded once. This holds literally on every run and rank, for all algorithms but a
+ring.
 
-The literal sums need partials without an error of their own, so operands are small integers times powers of two: every
-product and every sum of products is exact in float32, in any order. The partials of ranks 0 and 2 are large and cancel;
-what ranks 1 and 3 and the bias add is so much smaller that it loses bits beside a large one. So another order gives
-other bits, which a test asserts.
+The literal sums need partials without errors, so operands are small integers times powers of two: every product and
+every sum of products is exact in float32, in any order. The partials of ranks 0 and 2 are large and cancel. The
+partials of ranks 1 and 3 and the bias are so much smaller that they lose bits beside a large one. So another order
+gives other bits, which a test asserts.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from .test_ops import VARIANTS, Call, Operands
 
 DTYPES = ["float32", "bfloat16", "float16"]
 SUMMING = ["fused", "decomposed"]
-# Puts a small partial 18 bits below a large one: of its bits a few survive beside it in float32.
+# A factor that puts a small partial 18 bits below a large one: a few of its bits survive beside it in float32.
 SMALL = 2.0**-18
 M, N, K_R = 37, 29, 24  # K_R: length of the contraction on each rank
 
 
 def exact_operands(world_size: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """a_r [M, K_R], b_r [K_R, N] by rank and a bias [N], such that a_r @ b_r is exact in float32."""
+    """Return a_r [M, K_R] and b_r [K_R, N] by rank and a bias [N], such that a_r @ b_r is exact in float32."""
     random = torch.Generator().manual_seed(11)
 
     def integers(*shape: int) -> Tensor:
@@ -45,7 +46,7 @@ def exact_operands(world_size: int, dtype: torch.dtype) -> tuple[list[Tensor], l
     a = [integers(M, K_R) for _ in range(world_size)]
     b = [integers(K_R, N) for _ in range(world_size)]
     for rank in range(1, world_size, 2):
-        # Half of the factor each: float16 has no normal number below 2**-14.
+        # Each operand has half of the factor: float16 has no normal number below 2**-14.
         a[rank], b[rank] = a[rank] * SMALL**0.5, b[rank] * SMALL**0.5
     if world_size > 2:
         a[2], b[2] = -a[0], b[0]
@@ -56,7 +57,7 @@ def exact_operands(world_size: int, dtype: torch.dtype) -> tuple[list[Tensor], l
 
 
 def partials(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """The exact products, rounded once to the operands' dtype."""
+    """Return the exact products, rounded once to the operands' dtype."""
     exact = [a_r.double() @ b_r.double() for a_r, b_r in zip(a, b, strict=True)]
     for each in exact:
         assert torch.equal(each.float().double(), each)
@@ -64,7 +65,7 @@ def partials(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 def literal_sum(parts: Sequence[Tensor], bias: Tensor | None, order: Sequence[int]) -> Tensor:
-    """parts added in float32 in `order`, then the bias, rounded once."""
+    """Add parts in float32 in `order`, then the bias, and round once."""
     out = parts[order[0]].float()
     for rank in order[1:]:
         out = out + parts[rank].float()
@@ -81,7 +82,7 @@ def same_bits(out: Tensor, expected: Tensor, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_operands_tell_orders_apart(dtype: str) -> None:
-    """Else the comparisons below would prove nothing."""
+    """Without this the comparisons below would prove nothing."""
     a, b, bias = exact_operands(4, getattr(torch, dtype))
     parts = partials(a, b)
     right = literal_sum(parts, bias, range(4))
@@ -99,7 +100,7 @@ def test_the_operands_tell_orders_apart(dtype: str) -> None:
         "exactly": (sum(each.double() for each in parts) + bias.double()).to(right.dtype),
     }
     if dtype == "float32":
-        # Small numbers alone are added exactly there, and no dtype is narrower.
+        # Sums of small numbers are exact in float32, and rounding to the dtype changes nothing.
         del wrong["a running sum in the dtype"], wrong["the bias after rounding"], wrong["the bias on the last partial"]
     else:
         exact = [a_r.float() @ b_r.float() for a_r, b_r in zip(a, b, strict=True)]
@@ -109,7 +110,6 @@ def test_the_operands_tell_orders_apart(dtype: str) -> None:
 
 
 def one(schedule: str, group: ProcessGroup, op: str, *operands: Tensor | None, **options: Any) -> Tensor:
-    """The result of a task."""
     return direct.one(op, schedule, group, *operands, **options)
 
 
@@ -132,7 +132,7 @@ def sums_are_literal(group: ProcessGroup, schedule: str, dtype: str) -> None:
         out = run("matmul_all_reduce", *mine, bias, algorithm=algorithm)
         same_bits(out, with_bias, f"{algorithm} of a matmul")
         same_bits(run("all_reduce", parts[rank], algorithm=algorithm), without, algorithm)
-    # What is gathered is not summed over ranks: one exact product, the bias, one rounding, whichever dim is gathered.
+    # A gather sums nothing over ranks: one exact product, the bias, one rounding, for either gathered dim.
     bias = bias / SMALL
     exact = [a_r.float() @ b[0].float() + bias.float() for a_r in a[::2]]
     out = run("all_gather_matmul", a[rank // 2 * 2], b[0], bias, sizes=(M,) * world_size)
@@ -153,14 +153,14 @@ def test_sums_are_literally_in_rank_order(pool: RankPool, schedule: str, dtype: 
 
 
 def by_chunk(group: ProcessGroup, check: Callable[..., Any], *arguments: Any) -> Any:
-    """`check` where few rows are not multiplied at once."""
+    """Run `check` with chunks multiplied one by one, even if rows are few."""
     with mock.patch.object(decomposed, "FEW_ROWS", 0):
         return check(group, *arguments)
 
 
 def two_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tensor]:
-    """Each op's result, after another run of all of them gave the same bits: rank 0 has nothing, and the contraction is
-    longer than a tile.
+    """Run each op twice, check that the bits are the same, and return the results. Rank 0 has an empty shard, and the
+    contraction is longer than a tile.
     """
     sizes = [(0, *even_sizes(length, group.size() - 1)) for length in (34, 29, 83)]
     layouts = (("plain", "plain"),) * group.size()
@@ -184,6 +184,6 @@ def check_ranks(by_rank: list[dict[str, Tensor]]) -> None:
         for name, out in outs.items():
             if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")):
                 same_bits(out, by_rank[0][name], f"{name} on rank {rank} and on rank 0")
-        # Of a matmul only the exact ones, above: partials may have other bits where their tiles begin elsewhere, and
-        # those of NumPy, which the interpreter takes, have them on some processors.
+        # For a matmul only exact partials (above) are compared: others may differ in bits if their tiles begin
+        # elsewhere, as NumPy's products, which the interpreter uses, do on some processors.
         same_bits(outs["all_reduce one_shot"], outs["all_reduce two_shot"], "all_reduce, one shot and two")

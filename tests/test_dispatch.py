@@ -1,4 +1,4 @@
-"""`auto` on ranks: a planted table steers it, ranks with different tables agree, and no file is fatal."""
+"""`auto` on ranks: a planted table decides, ranks with different tables agree, and no file is fatal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL, LARGE = 32, 512
 
 
 def planted(fast_when_small: str, fast_when_large: str, **machine: Any) -> str:
-    """A table that says for every op which schedule is twice as fast as the other at a small and a large size."""
+    """Return a table in which for every op one schedule is twice as fast at a small size, and one at a large size."""
     samples = []
     for op in OPS:
         for size, fast in ((SMALL, fast_when_small), (LARGE, fast_when_large)):
@@ -42,7 +42,7 @@ def planted(fast_when_small: str, fast_when_large: str, **machine: Any) -> str:
 
 
 def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:
-    """(schedule, reason) of every op at about `size`, each result checked."""
+    """Return (schedule, reason) of every op at about `size`, and check each result."""
     n, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(3)
     x, w = (torch.randn(size, size, generator=generator) for _ in range(2))
@@ -73,7 +73,7 @@ def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:
 
 @contextlib.contextmanager
 def reading(group: ProcessGroup, file: str) -> Iterator[None]:
-    """A group that begins anew with this tuning table, and again without one."""
+    """Give the group a new start with this tuning table, and afterwards one without a table."""
     fusedtp.destroy(group)
     dispatch._said.clear()
     os.environ["FUSEDTP_TUNING"] = file
@@ -85,7 +85,7 @@ def reading(group: ProcessGroup, file: str) -> Iterator[None]:
 
 
 def with_tables(group: ProcessGroup, files: list[str], sizes: list[int]) -> tuple[list[Any], list[str]]:
-    """What every op takes at each size when rank r's file is files[r], and the warnings that this rank gave."""
+    """Return every op's schedule at each size, rank r reading files[r], and this rank's warnings."""
     with reading(group, files[group.rank()]), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         return [run_all(group, size) for size in sizes], [str(each.message) for each in said]
@@ -118,7 +118,7 @@ def test_ranks_with_different_tables_agree(pool: RankPool, tmp_path: Path) -> No
         assert {schedule for schedule, _ in results[0][0][0].values()} == {expected}
 
 
-# What is wrong with rank 0's table, and what is told.
+# A fault of rank 0's table, and its message.
 FAULTS = {
     "bad": "not a table",
     "foreign": "measured with torch '1.0', here ",
@@ -130,7 +130,7 @@ FAULTS = {
 
 
 def faulty(group: ProcessGroup, file: str) -> tuple[list[Any], list[str]]:
-    """`with_tables` where rank 0's own reader raises for a file that is called so."""
+    """Run `with_tables`; a file named so makes rank 0's reader raise."""
     broken = file.endswith("a reader that fails") and group.rank() == 0
     fails = mock.patch.object(tuning, "load", side_effect=MemoryError("no room for a table"))
     with fails if broken else contextlib.nullcontext():
@@ -161,7 +161,7 @@ def test_a_table_that_cannot_be_used_is_told_once_and_missed_by_all(fault: str, 
 
 
 def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[int, list[float]]:
-    """How often a first op raised on this rank, and its result when it was called until it did not."""
+    """Return how often a first op raised on this rank, and its results once it no longer raised."""
     raised = 0
     with reading(group, file), warnings.catch_warnings(), contextlib.ExitStack() as once:
         warnings.simplefilter("error")
@@ -185,7 +185,7 @@ def test_rank_0_may_call_again_after_its_table_raised(
 
 
 def uneven(group: ProcessGroup, file: str) -> tuple[str, float]:
-    """Ranks whose own features differ: what they share decides, so they agree. Forward and backward."""
+    """Run forward and backward on ranks with different numbers of features: the shared dims decide, so ranks agree."""
     with reading(group, file):
         x = torch.ones(LARGE // 2, 64, requires_grad=True)
         w = torch.ones((4, 3000)[group.rank()], 64, requires_grad=True)
@@ -223,7 +223,7 @@ def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: 
 
 @on_ranks(1)
 def test_one_rank_needs_no_memory(group: ProcessGroup) -> None:
-    # Of this group only: the other ranks keep what they have of the others.
+    # This group only: rank 0 keeps its memory of other groups.
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
     assert (last_path().schedule, last_path().reason) == ("unfused", "one rank has nothing to send")
@@ -246,7 +246,7 @@ def test_one_rank_needs_no_memory(group: ProcessGroup) -> None:
     ],
 )
 def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tuple[int, int] | None) -> None:
-    """By that the table is asked; not where an algorithm is asked for, which nothing was measured with."""
+    """The table is looked up by this shape; not for a given algorithm, for which there are no measurements."""
     x, b, right = torch.empty(3, 7), torch.empty(7, 11), torch.empty(8, 4)
     given = (x, b, None, right, torch.empty(1, 11))[:operands]
     task = direct.task_of(op, *given, **options)
@@ -255,7 +255,7 @@ def test_what_travels(op: str, operands: int, options: dict[str, Any], shape: tu
 
 
 def float8_task(op: str = "all_gather_matmul", dtype: torch.dtype = torch.float8_e4m3fn, **options: Any) -> Task:
-    """A task on 512 rows of float8, with a result in bfloat16."""
+    """Return a float8 task on 512 rows, with a bfloat16 result."""
     x, b = torch.empty(256, 1024, dtype=torch.bfloat16), torch.empty(1024, 512, dtype=torch.bfloat16)
     sizes = (256, 256) if op == "all_gather_matmul" else ()
     return direct.task_of(op, x, b, sizes=sizes, float8=dtype, **options)
@@ -306,7 +306,7 @@ def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytes
     group, device = mock.Mock(), torch.device("cuda", 0)
     group.size.return_value = 2
     dispatch._check_float8.cache_clear()
-    # Nothing is learned from peers then, of whom there are none.
+    # While capturing, peers are not asked; the mock has none.
     monkeypatch.setattr(dispatch, "_is_capturing", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(RuntimeError, match=r"cannot multiply torch.float8_e4m3fn here: .* has 8\.0: use 'auto'"):
@@ -339,10 +339,10 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
 
 
 def measured_later(group: ProcessGroup) -> list[int]:
-    """generation.version before and after a first `auto` that learns of other hardware than a call decided with."""
+    """Return generation.version before and after the first `auto` learns other hardware than an earlier call used."""
     fusedtp.all_reduce(torch.ones(2, 2), group=group, schedule="decomposed")
     ws = registry.get(group, torch.device("cpu"))
-    # As after a first call in a graph capture, which asks nobody.
+    # The state after a first call in a graph capture, which asks no rank.
     ws.knowledge = None
     table = mock.Mock()
     table.hardware.return_value = replace(ws.hardware, name="measured")
@@ -358,7 +358,7 @@ def measured_later(group: ProcessGroup) -> list[int]:
 
 
 def test_what_was_decided_with_other_hardware_is_decided_anew(pool: RankPool) -> None:
-    """On every rank at once: one that forgets it later, alone, would take another algorithm than its peers."""
+    """All ranks forget at once: a rank that forgot later than its peers would take another algorithm."""
     for before, after in pool.run(measured_later, world_size=2):
-        # Once for the hardware, once for what was given back.
+        # Once for the hardware, once for `destroy`.
         assert after == before + 2

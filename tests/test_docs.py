@@ -1,4 +1,4 @@
-"""docs/sharding.md: its table is generated, what it claims is counted and compared on four ranks, its code runs."""
+"""docs/sharding.md: its table is generated, its claims are counted and compared on four ranks, its code runs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from . import generated
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "sharding.md"
 TEXT = DOCUMENT.read_text()
-LENGTHS = (24, 8, 16)  # of rows, contraction and columns; four ranks divide them all
+LENGTHS = (24, 8, 16)  # rows, contraction and columns; all divide by four ranks
 WORLD_SIZE = 4
-# At most 24 products of normal numbers, |a| < 5, each rounded once an addition.
+# Sums of at most 24 products of normal numbers, |a| < 5, with one rounding for each addition.
 BOUND = 24 * 24 * 25 * torch.finfo(torch.float64).eps
 
 
@@ -43,7 +43,7 @@ def test_the_steps_shown_are_those_planned_and_the_code_of_the_wrong_claims_runs
 
 
 def operands() -> dict[str, Tensor]:
-    """The whole tensors of y = x @ w and of its gradients, in float64."""
+    """Return the whole tensors of y = x @ w and of its gradients, in float64."""
     m, k, n = LENGTHS
     random = torch.Generator().manual_seed(3)
     x, w, dy = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((m, k), (k, n), (m, n)))
@@ -58,8 +58,8 @@ def shard(whole: Tensor, dims: tuple[Dim, ...], group: ProcessGroup) -> Tensor:
 
 @contextlib.contextmanager
 def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[list[str]]:
-    """Collects what is sent, in the table's words. A gathered tensor is known by its shard's shape; `again` if the same
-    stands in `before`.
+    """Collect sent collectives in the table's words. The shape of its shard identifies a gathered tensor; `again` if
+    `before` has the same gather.
     """
     told: list[str] = []
     run = Ready.run
@@ -80,7 +80,7 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
 
 
 def run_row(group: ProcessGroup, name: str) -> CommunicationRow:
-    """The table's row as it was sent, after each of the three results was found to be the unsharded one's shard."""
+    """Return the table's row as it was sent, and check that each of the three results is the unsharded one's shard."""
     spec, whole = parse(NAMED[name]), operands()
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     dims = {"x": spec.a.dims, "w": spec.b.dims, "dy": spec.c.dims}

@@ -1,4 +1,4 @@
-"""What `fusedtp doctor` tells of a machine that lacks something."""
+"""The report of `fusedtp doctor` for a machine that lacks something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedtp.memory import cuda
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder that is all of PATH."""
+    """Make a folder that is all of PATH."""
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
@@ -48,7 +48,7 @@ def test_a_compiler_is_found_as_triton_finds_it(no_compiler: Path, monkeypatch: 
 
 
 class FakeDriver:
-    """GPU 0 and 1 are linked, 2 is behind PCIe, 3 has no way to the others."""
+    """GPUs 0 and 1 are linked, 2 is behind PCIe, 3 reaches no other GPU."""
 
     def peers(self, index: int, peer: int) -> tuple[bool, bool]:
         return 3 not in (index, peer), 2 not in (index, peer) and 3 not in (index, peer)
@@ -107,6 +107,6 @@ H100 = "NVIDIA H100 80GB HBM3"
 )
 def test_the_verdict_says_what_runs_and_what_auto_takes(found: doctor.Findings, said: tuple[str, ...]) -> None:
     assert all(each in found.verdict for each in said), found.verdict
-    # unfused always runs, the others where ranks share memory and kernels can be built
+    # unfused always runs; the others need shared memory and a compiler for kernels
     lacking = not found.reached or found.missing
     assert ("decomposed and fused do not run" in found.verdict) == bool(lacking)

@@ -1,4 +1,4 @@
-"""FusedEmbeddingParallel: split by vocabulary, the result and every row's gradient are those of the whole embedding."""
+"""FusedEmbeddingParallel: split by vocabulary, with the result and every row's gradient of the whole embedding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEATURES = 6
 
 
 class Scaled(nn.Embedding):
-    """As Gemma's: what nn.Embedding gives, times a number."""
+    """An embedding like Gemma's: nn.Embedding times a number."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 3.0
@@ -48,7 +48,7 @@ def looked_up(
     assert split.weight.placements == (Shard(0),)
     if output == Replicate():
         assert split(torch.empty(2, 0, dtype=torch.long)).shape == (2, 0, FEATURES)
-    # Every row twice, so that rows' gradients are sums.
+    # Every row is looked up twice, so rows' gradients are sums.
     indices = torch.cat([torch.randperm(length), torch.randperm(length)]).view(2, length)
     for module in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
         expected, out = dense(indices), module(indices)
@@ -56,7 +56,7 @@ def looked_up(
             assert isinstance(out, DTensor)
             assert (out.placements, out.shape) == ((output,), expected.shape)
             out = out.to_local()
-        # Nothing is rounded: of each row there is one.
+        # No rounding: only one rank has each row.
         assert torch.equal(out, own(expected, output, group))
         weights = torch.randn_like(expected)
         (expected * weights).sum().backward()
@@ -79,7 +79,7 @@ def test_a_subclass_keeps_its_own_part(pool: RankPool) -> None:
 
 @on_ranks(2)
 def test_a_tied_head_has_the_same_weight(group: ProcessGroup) -> None:
-    """A head with the embedding's weight: tied again once both have their styles, one weight with one gradient."""
+    """A head that shares the embedding's weight is tied again after both styles: one weight, one gradient."""
     torch.manual_seed(6)
     dense = nn.ModuleDict({"embed": nn.Embedding(9, FEATURES), "head": nn.Linear(FEATURES, 9, bias=False)}).double()
     dense["head"].weight = dense["embed"].weight

@@ -1,6 +1,6 @@
-"""A spread of what executes compiled kernels, in a process of its own: these have Triton's interpreter.
+"""A sample of the tests that execute compiled kernels, in a separate process: this process has Triton's interpreter.
 
-All of it, and what it says, is in docs/emulation.md: `nox -s emulate`.
+`nox -s emulate` runs all of them; docs/emulation.md has the results.
 """
 
 from __future__ import annotations

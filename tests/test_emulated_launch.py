@@ -1,6 +1,6 @@
-"""Every kernel launches through Triton's own driver and launcher, with the parameters that its launcher was given.
+"""Every kernel launches through Triton's own driver and launcher, with the parameters of its launcher.
 
-In a process without Triton's interpreter: `nox -s emulate`, `nox -s launches` with each supported Triton, and
+Runs in a process without Triton's interpreter: `nox -s emulate`, `nox -s launches` with each supported Triton, and
 `test_emulated.py` in the ordinary tests.
 """
 
@@ -43,7 +43,7 @@ from .virtual_gpu.machine import Schedule, Waiting
 pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
-# Seven from one to the next: every op, with dtypes and targets in turn.
+# Every thirteenth: every op, with dtypes and targets in turn.
 UNITS = evidence.units()[:: 1 if ALL else 13]
 BF16 = torch.bfloat16
 
@@ -55,13 +55,13 @@ def hopper() -> Iterator[EmulatedDriver]:
 
 
 def taken(driver: EmulatedDriver) -> list[Waiting]:
-    """What has been launched, which will not run."""
+    """Return all pending launches, and drop them."""
     waiting, driver.machine.waiting = driver.machine.waiting, []
     return waiting
 
 
 def launched(driver: EmulatedDriver, unit: evidence.Unit, how: str) -> set[str]:
-    """Launch an op twice on two or three virtual ranks and execute nothing; the names of its kernels."""
+    """Launch an op twice on two or three virtual ranks, execute nothing, and return the names of its kernels."""
     dtype, world_size = (DTYPES | FLOAT8)[unit.dtype], 2 + (how == "empty")
     with virtual_ranks(world_size) as ranks, one_form_a_task():
         start, _, _ = problem(unit.op, world_size, dtype, 0, small(unit.target, dtype, how))
@@ -75,7 +75,7 @@ def launched(driver: EmulatedDriver, unit: evidence.Unit, how: str) -> set[str]:
 
 @contextlib.contextmanager
 def one_form_a_task() -> Iterator[None]:
-    """Virtual ranks run like tasks by one form, as calls do."""
+    """Let virtual ranks share one form for equal tasks, as calls do."""
     made: dict[Any, Prepared] = {}
 
     def form(schedule: str, task: Task, ws: Workspace, **how: Any) -> Prepared:
@@ -98,7 +98,7 @@ def test_every_kernel_is_launched() -> None:
             with virtual_ranks(2) as ranks, driver.on(1):
                 steps.step(ranks[1].channel(), 3, "signal", 0, 2)
                 found |= {each.name for each in taken(driver)}
-    # The plain matmul is for bench and tests of the machine.
+    # Only bench and the emulator's tests use the plain matmul.
     assert {kernel.fn.__name__ for kernel in KERNELS} - found <= {"_matmul_kernel"}
 
 
@@ -116,7 +116,7 @@ def test_parameters_in_another_order_are_found(hopper: EmulatedDriver) -> None:
 
     unit = evidence.Unit(90, "bfloat16", "gather rows")
     with mock.patch.object(loading, "_paths", swapped), mock.patch.object(loading, "_loaded", {}):
-        # A kernel that is loaded keeps its launcher.
+        # A loaded kernel would keep its launcher.
         forget()
         with pytest.raises(RuntimeError, match="launch"):
             launched(hopper, unit, "uneven")
@@ -135,7 +135,7 @@ def forget() -> None:
 def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
     hopper: EmulatedDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device of less shared memory an op runs with fewer stages, and knows it the next time."""
+    """On a device with less shared memory an op runs with fewer stages, and remembers the number."""
     asked: list[int] = []
     monkeypatch.setattr(loading, "_stages", {})
     monkeypatch.setattr(compiler, "max_shared_mem", lambda device: asked.append(device) or 100 << 10)
@@ -159,7 +159,7 @@ def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
 
 
 def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
-    """A kernel that is loaded may be captured; one that is not is refused before Triton touches it."""
+    """A loaded kernel may be captured; a kernel that is not loaded is refused before Triton is called."""
     unit = evidence.Unit(90, "bfloat16", "gather rows")
     capturing = mock.patch.object(loading, "_is_capturing", return_value=True)
     forget()
@@ -175,7 +175,7 @@ def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
 
 
 def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
-    """Both launch with the parameters of the nested arguments, however long loading takes."""
+    """Both threads launch with the parameters of the nested arguments, however long loading takes."""
     launcher, took = hopper.triton.launcher_cls, []
 
     def slowly(*args: Any) -> Any:
@@ -204,14 +204,14 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
 
 @pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring"])
 def test_prepared_launches_are_right(hopper: EmulatedDriver, op: str) -> None:
-    """Three ops in a row, of which the launches of the second and third are prepared, on other operands."""
+    """The second and third of three ops have prepared launches, with other operands."""
     with one_form_a_task():
         run(hopper, [op] * 3, 2, BF16, small(90, BF16), Schedule(1))
     assert hopper.num_prepared
 
 
 def multiplied(driver: EmulatedDriver, M: int = 64, *, K: int = 64, at: int = 0, bias: bool = False) -> Waiting:
-    """Launch the plain matmul on memory from element `at` on."""
+    """Launch the plain matmul on operands that begin at element `at`."""
     a, b, c = (torch.zeros(at + n, dtype=BF16)[at:] for n in (M * K, K * 64, M * 64))
     b = b.view(K, 64)
     epilogue = epilogue_of(torch.zeros(64, dtype=BF16) if bias else None, per_row=False)
@@ -221,7 +221,7 @@ def multiplied(driver: EmulatedDriver, M: int = 64, *, K: int = 64, at: int = 0,
 
 
 def test_only_like_calls_are_prepared(hopper: EmulatedDriver) -> None:
-    """An operand of another alignment, length or number is another call, on which the driver finds no fault."""
+    """Other alignment, length or number of operands is another call, which the driver would not notice."""
     multiplied(hopper)
     for other in ({"at": 1}, {"at": 4}, {"M": 1}, {"M": 72}, {"K": 1}, {"bias": True}):
         for number in range(2):
@@ -249,7 +249,7 @@ def test_an_operand_that_is_passed_twice(hopper: EmulatedDriver) -> None:
 
 
 def test_a_prepared_launch_is_of_its_channel(hopper: EmulatedDriver) -> None:
-    """Calls differ in the fingerprint; other arenas are another call."""
+    """Two calls with the same arenas differ only in the fingerprint; other arenas are another call."""
     with virtual_ranks(2) as ranks:
         channel = ranks[0].channel()
         for given, num_prepared in ((channel, 1), (replace(channel, half_bytes=channel.half_bytes * 2), 2)):
@@ -271,7 +271,7 @@ def test_a_prepared_launch_is_on_the_current_stream(hopper: EmulatedDriver) -> N
 
 
 def test_hooks_see_prepared_launches(hopper: EmulatedDriver) -> None:
-    """Those of profilers see the kernel's name, and those of a kernel, its arguments."""
+    """Hooks of profilers get the kernel's name; hooks of a kernel get its arguments."""
     seen: list[Any] = []
     entered = triton.knobs.runtime.launch_enter_hook
 

@@ -1,8 +1,8 @@
-"""The machine that executes PTX: what its memory allows and forbids, and what it refuses.
+"""The machine that executes PTX: what its memory model allows and forbids, and statements that it refuses.
 
-Its arithmetic is checked by the ops, whose results are compared with those of torch (`test_emulated_ops.py`).
+The ops check its arithmetic: their results are compared with those of torch (`test_emulated_ops.py`).
 
-In a process without Triton's interpreter: `nox -s emulate`, and `test_emulated.py` in the ordinary tests.
+Runs in a process without Triton's interpreter: `nox -s emulate`, and `test_emulated.py` in the ordinary tests.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_a_seed_replays_a_run() -> None:
 
 
 SHARED = "	mov.b32 %r6, global_smem;\n	shl.b32 %r7, %r1, 2;\n	add.s32 %r8, %r6, %r7;\n"
-# What is refused, how many warps it takes, and with which words.
+# Refused statements, the number of warps, and the message.
 REFUSED = {
     "out of bounds": ("	ld.global.b32 { %r5 }, [ %rd1 + 64 ];\n", 1, "out of bounds"),
     "before the bounds": ("	st.global.b32 [ %rd1 + -4 ], { %r2 };\n", 1, "out of bounds"),
@@ -128,14 +128,14 @@ def test_refused(what: str) -> None:
         litmus.run([body], [litmus.aligned(16) for _ in range(3)], Schedule(1, idle_limit=100_000), warps)
 
 
-# A of 64 x 16 in registers times B of 16 x 8 in shared memory: fragments, fence and B; the product; the wait.
+# A of 64 x 16 in registers times B of 16 x 8 in shared memory: fragments, fence and B; product; wait; store.
 WGMMA = (
     "	shl.b32 %r7, %r1, 4;\n	cvt.u64.u32 %rd4, %r7;\n	add.s64 %rd5, %rd1, %rd4;\n"
     "	ld.global.v4.b32 { %r20, %r21, %r22, %r23 }, [ %rd5 + 0 ];\n"
     "	shl.b32 %r7, %r1, 3;\n	cvt.u64.u32 %rd6, %r7;\n	add.s64 %rd7, %rd2, %rd6;\n"
     "	ld.global.v2.b32 { %r24, %r25 }, [ %rd7 + 0 ];\n	mov.b32 %r6, global_smem;\n	add.s32 %r8, %r6, %r7;\n"
     "	st.shared.v2.b32 [ %r8 + 0 ], { %r24, %r25 };\n	fence.proxy.async.shared::cta;\n" + BARRIER
-    # Begins at 1024; rows of 128 bytes, swizzled.
+    # The descriptor begins at 1024, with rows of 128 bytes, swizzled.
     + f"	mov.b64 %rd8, {1 << 62 | 64 << 32 | 1 << 16 | 64};\n	wgmma.fence.sync.aligned;\n",
     "	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r9, %r10, %r11, %r12}, {%r20, %r21, %r22, %r23}, %rd8, "
     "0, 1, 1, 0;\n	wgmma.commit_group.sync.aligned;\n",
@@ -165,7 +165,7 @@ def test_fragments_are_held_until_wgmma_is_waited_for(before: str, amid: str, sa
     ("statements", "said"),
     [
         (WGMMA[1].replace("k16.f32.bf16.bf16", "k32.f32.e4m3.e4m3").replace("1, 1, 0;", "1, 1;"), "A in registers"),
-        # A name is of one kind.
+        # One name must have one type.
         ("	{.reg .b32 a;\n	}\n	{.reg .b64 a;\n	}\n", r"\.reg \.b64 a"),
         ("	vote.sync.all.pred %p5, %p1, -1;\n", r"vote\.sync\.all\.pred %p5, %p1, -1"),
     ],
@@ -181,7 +181,7 @@ def test_stores_to_what_may_only_be_read_are_refused() -> None:
 
 
 def test_the_core_and_what_calls_it_agree() -> None:
-    """How an instruction is laid out, in C and in NumPy."""
+    """C and NumPy have the same layout of an instruction."""
     assert core().size_of_instruction() == INSTRUCTION.itemsize
 
 
@@ -192,6 +192,6 @@ def test_the_compiler_may_be_ziglang() -> None:
 
 
 def test_the_interpreter_is_not_chosen() -> None:
-    """What is imported first decides for a whole process."""
+    """The first import decides for the whole process."""
     code = "import fusedtp.kernels as k; raise SystemExit(k.INTERPRETED)"
     assert subprocess.run([sys.executable, "-P", "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0

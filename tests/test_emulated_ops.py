@@ -1,8 +1,8 @@
-"""The fused ops on compiled code, executed by a machine with a weak memory and hostile schedules; the code broken on
+"""The fused ops on compiled code, executed by a machine with weak memory and hostile schedules; the code broken on
 purpose.
 
-In a process without Triton's interpreter: `nox -s emulate` for all of it, which docs/emulation.md is written from with
-FUSEDTP_EMULATION=write; a spread of it in `test_emulated.py`.
+Runs in a process without Triton's interpreter: `nox -s emulate` for all of it, with FUSEDTP_EMULATION=write to write
+docs/emulation.md; a sample in `test_emulated.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
 whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
-# A spread of what `test_all` runs: every kernel on some target, every dtype on some kernel; float8 on sm_90, the only
-# one of the two that has a matrix instruction for it.
+# A sample of `test_all`: every kernel on some target, every dtype on some kernel. float8 on sm_90 only, as sm_80 has no
+# matrix instruction for it.
 SPREAD = (
     (80, "bfloat16", "gather rows"), (90, "bfloat16", "gather rows"), (90, "float16", "matmul two_shot"),
     (80, "float32", "all_reduce ring"), (80, "bfloat16", "matmul two_shot in parts"),
@@ -45,7 +45,7 @@ TREES = TREES_ALL[::19]
 
 @pytest.mark.parametrize(("target", "dtype", "op"), SPREAD, ids=str)
 def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None:
-    """Shards of multiples of 16 on two ranks; of float8 also of odd lengths and an empty one, on three."""
+    """Shards of multiples of 16 on two ranks; for float8 also odd and empty shards, on three ranks."""
     of = (DTYPES | FLOAT8)[dtype]
     with device(target) as found:
         for seed in range(2):
@@ -77,7 +77,7 @@ def test_float8_rows_that_the_host_copies(op: str) -> None:
         assert in_phases(found, op, 2, dtype, small(90, dtype), Schedule(1), "copy").executed
 
 
-# A spread of what `test_all` plants.
+# A sample of the mutants of `test_all`.
 MUTANTS = [
     *((target, "bfloat16", "gather rows", "release at gpu scope") for target in evidence.TARGETS),
     *((target, "bfloat16", "gather rows", "acquire made relaxed") for target in evidence.TARGETS),
@@ -106,7 +106,7 @@ def test_mutants_are_found(target: int, dtype: str, op: str, kind: str) -> None:
 
 @pytest.mark.parametrize(("name", "target"), spread(layers.FUNCTIONS, evidence.TARGETS, large=ALL))
 def test_forward_and_every_gradient(name: str, target: int) -> None:
-    """Of what layers call, between torch's own operations: threads of virtual ranks meet at every fused op."""
+    """The functions of layers, between torch's own operations: threads of virtual ranks meet at every fused op."""
     with device(target) as found:
         assert layers.check(found, name, 2, DTYPES["bfloat16"], 0) == ["y", "dx", "dw"] * 2
 
@@ -118,7 +118,7 @@ def test_sums_in_leaves_have_the_same_bits_on_all_ranks(op: str, dtype: str, tar
             trees.check(found, op, DTYPES[dtype], (2, 4, 8) if ALL or seed == 0 else (4,), seed)
 
 
-# A float8 matrix instruction takes operands that lie along the contraction: others are turned, byte by byte.
+# A float8 matrix instruction takes operands contiguous along the contraction; others are transposed byte by byte.
 FLOAT8_LAYOUTS = ("columns", "rows"), ("strided", "strided")
 LAYOUTS = ("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("rows", "strided")
 
@@ -133,7 +133,7 @@ LAYOUTS = ("rows", "rows"), ("columns", "columns"), ("strided", "columns"), ("ro
 def test_operands_in_every_layout(
     target: int, dtype: str, layouts: tuple[tuple[str, str], ...], ops: tuple[str, ...]
 ) -> None:
-    """Read by descriptors of rows and of columns, and by pointers."""
+    """Operands are loaded by descriptors of rows, by descriptors of columns, and by pointers."""
     of = (DTYPES | FLOAT8)[dtype]
     with device(target) as found:
         for (a, b), op in spread(layouts, ops, large=ALL):
@@ -141,7 +141,7 @@ def test_operands_in_every_layout(
 
 
 def test_what_is_executed_does_not_depend_on_which_rank_launched_first() -> None:
-    """Threads of virtual ranks launch as they wake."""
+    """Threads of virtual ranks launch in the order in which they wake."""
     dtype, shape, ran = torch.bfloat16, small(80, torch.bfloat16), []
     with device(80) as found:
         for step in (1, -1):
@@ -156,7 +156,7 @@ def test_what_is_executed_does_not_depend_on_which_rank_launched_first() -> None
 
 
 def test_a_kernel_is_the_same_wherever_its_sources_lie() -> None:
-    """Copies of the package share Triton's cache: counted by paths, the tables would be of what had run before."""
+    """Copies of the package share Triton's cache, so counts by path would depend on earlier runs."""
     with device(80) as found:
         run(found, ["all_gather direct"], 2, torch.bfloat16, small(80, torch.bfloat16), Schedule(1))
         texts = list(found.programs)
@@ -171,13 +171,13 @@ def test_a_kernel_is_the_same_wherever_its_sources_lie() -> None:
 
 @whole
 def test_all() -> None:
-    # The longest first, so that all processors end together.
+    # The longest first, so that all processors end at about the same time.
     units = [*evidence.layer_units(), *evidence.mutated_units(32), *evidence.units()]
     done = evidence.in_processes(units)
     assert not [each.failure for each in done if each.failure]
     assert {each.unit for each in done} == set(units)
     assert all(each.runs >= evidence.SEEDS for each in done if not each.unit.mutated)
-    # Waits that were given up, and late ranks that were waited for.
+    # Waits that timed out, and late ranks that were waited for.
     assert sum(each.gave_up for each in done) > 20
     unexecuted = {key: (ran, total) for key, (_, total, ran) in evidence.shares(done).items() if ran < 0.95 * total}
     assert not unexecuted
@@ -186,9 +186,9 @@ def test_all() -> None:
     assert not missed
     found = [mutant for mutant, how, _ in planted if how]
     assert len(found) >= 60
-    # Reasons are for a part of them.
+    # Only some mutants may have a reason.
     assert len(found) >= 0.45 * len(planted)
-    # Every kind is found somewhere, but the one of which each place has a reason.
+    # Every kind is found somewhere, except kinds whose every place has a reason.
     never = {mutant.kind for mutant, _, _ in planted} - {mutant.kind for mutant in found}
     assert never <= {"arrival without release", "arrival without acquire"}
     report.compare_or_write(done)

@@ -1,7 +1,7 @@
-"""Evaluation in between: train and eval by turns, at sizes that grow and shrink, whatever comes first.
+"""Evaluation between training steps: train and eval by turns, at growing and shrinking sizes, in any order.
 
-What an op keeps for later calls (memory of the group, views of it, tables) must not depend on the mode in which the
-first of them was made: a tensor made under torch.inference_mode may neither be written nor saved for backward later.
+State that an op keeps for later calls (memory of the group, views, tables) must not depend on the mode of the first
+call: a tensor made under torch.inference_mode may neither be written nor saved for backward later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fusedtp import reference
 from .harness import on_ranks
 
 HIDDEN, INNER = 12, 20
-# Rows on every rank and the mode: an arena begins with halves of 64 KiB, which a call on 900 rows does not fit into.
+# Rows on every rank and the mode. An arena begins with halves of 64 KiB, too small for a call on 900 rows.
 TURNS = [
     (4, "inference"), (4, "train"), (900, "inference"), (2, "train"), (900, "train"), (1200, "no_grad"), (3, "eval"),
     (1200, "train"), (1500, "inference"), (1500, "no_grad"), (1500, "train"), (4, "train"),
@@ -38,7 +38,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "inference": torch.inference_mode,
 }
 
-# Along which dim each weight is split, up [INNER, HIDDEN] and down [HIDDEN, INNER].
+# The split dim of each weight, up [INNER, HIDDEN] and down [HIDDEN, INNER].
 DIMS = {
     "functions": (0, 1),
     "all-reduce and collectives": (0, 1),
@@ -55,7 +55,7 @@ def part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 class By(nn.Module):
-    """Two weights, and what multiplies by them."""
+    """A module of two weights and the function that multiplies by them."""
 
     def __init__(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], *shapes: tuple[int, int]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class By(nn.Module):
 
 
 def made(kind: str, group: ProcessGroup, schedule: str) -> nn.Module:
-    """Both matmuls of this rank's rows, by weights that are split along DIMS."""
+    """Make a module of both matmuls of this rank's rows, with weights split along DIMS."""
     n, options = group.size(), {"group": group, "schedule": schedule}
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
 
@@ -75,7 +75,7 @@ def made(kind: str, group: ProcessGroup, schedule: str) -> nn.Module:
 
     def reduced(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         whole = fusedtp.linear_all_reduce(fusedtp.all_gather(x, **options) @ up.t(), down, **options)
-        # An n-th of what every rank has, and all of its gradient: every rank has that whole too.
+        # The value is an n-th of the whole and the gradient that of the whole, as every rank has the same whole tensor.
         return fusedtp.reduce_scatter(whole - whole.detach() * (1 - 1 / n), **options)
 
     def sharded(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def local(value: Any) -> Tensor:
 
 
 def check(out: Tensor, ref: Tensor, name: str) -> None:
-    """Two matmuls in a row each way, as in test_layers."""
+    """Compare with the error of two matmuls in a row in each direction, as in test_layers."""
     ref = ref.detach()
     allowed = 4 * 3000**1.5 * torch.finfo(out.dtype).eps * float(ref.abs().max())
     reference.check(out.detach(), ref, torch.full_like(ref, allowed), name)
@@ -139,7 +139,7 @@ def alternate(group: ProcessGroup, kind: str, schedule: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks()
 def test_train_and_eval_by_turns(group: ProcessGroup, world_size: int) -> None:
-    # One rank has one way.
+    # With one rank all schedules are the same.
     schedules = ("unfused", "decomposed", "auto") if world_size > 1 else ("auto",)
     for kind, schedule in itertools.product(DIMS, schedules):
         alternate(group, kind, schedule)

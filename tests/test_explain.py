@@ -1,4 +1,4 @@
-"""What explain prints and the communication table says, against numbers worked out by hand."""
+"""The output of explain and the communication table, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_float8_is_gathered_in_bytes_and_summed_in_bfloat16() -> None:
     narrow, wide = (explain("[M_X, K] @ [K, N_X] -> [M, N_X]", dtype=dtype, **given)  # type: ignore[arg-type]
                     for dtype in (torch.float8_e4m3fn, "bfloat16"))  # fmt: skip
     assert "float8_e4m3fn, sums in bfloat16, scales not counted" in narrow.given
-    # x is gathered, dx reduced.
+    # x is gathered, dx is reduced.
     assert 2 * (narrow.phases[0].sent or 0) == wide.phases[0].sent
     assert narrow.phases[1].sent == wide.phases[1].sent
     expected = cost.predict(
@@ -113,7 +113,7 @@ def test_float8_is_gathered_in_bytes_and_summed_in_bfloat16() -> None:
 
 
 def test_hardware_changes_what_a_byte_is_worth() -> None:
-    # Cutting w as well saves 2 M K N * 7/8 FLOPs and sends M N * 7/8 elements of y: it pays above K FLOPs a byte.
+    # Slicing w too saves 2 M K N * 7/8 FLOPs and sends M N * 7/8 elements of y: it pays above K FLOPs a byte.
     assert HARDWARE["h100"].flops_per_byte < 4096 < HARDWARE["h100-pcie"].flops_per_byte
     spec, sizes = "[M, K_X] @ [K, N] -> [M, N]", {"M": 4096, "K": 4096, "N": 16384}
     fast, slow = (explain(spec, sizes=sizes, mesh={"X": 8}, hardware=name) for name in ("h100", "h100-pcie"))

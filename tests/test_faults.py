@@ -1,8 +1,8 @@
 """Faults between any two steps of any op: a rank that raises, is late, stopped or killed.
 
-Every survivor has the right exception with the right rank in it, in time; nobody hangs or returns a wrong number; and
-after `destroy` the same processes work again, as the same group and as a fresh one. Here is a fixed spread of all that
-`faults.plan` lists; `nox -s faults` (FUSEDTP_FAULTS=all) injects every one. FUSEDTP_FAULTS=write counts them in the
+Every survivor gets the right exception with the right rank, in time; no rank hangs or returns a wrong number. After
+`destroy` the same processes work again, as the same group and as a fresh one. This file runs a fixed sample of the list
+in `faults.plan`; `nox -s faults` (FUSEDTP_FAULTS=all) injects every fault. FUSEDTP_FAULTS=write counts them in the
 document.
 """
 
@@ -27,27 +27,27 @@ from .faults.inject import Injection, Outcome
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "faults.md"
 ALL = os.environ.get("FUSEDTP_FAULTS") == "all"
-# Every so many of the list, of each world size, for a default run.
+# A default run takes every 27th injection of each world size.
 EVERY = 1 if ALL else 27
 CHAINS = [*plan.deadly(), *plan.killed_of_three()] if ALL else [plan.deadly()[0]]
-# How many times as long the timeouts are where ranks were kept from running.
+# Factors of the timeouts for repetitions, after ranks were kept from running.
 PATIENCE = (1, 4, 16)
-# Of what the ranks run: a name is used once in a group's store.
+# Each run needs a new name, as names in a group's store are used once.
 numbers = itertools.count()
 
 
 def report(counted: Sequence[Injection], repeated: int, started: float) -> None:
-    """How many of each kind, for `pytest -s`."""
+    """Print the number of injections of each kind, for `pytest -s`."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for each in counted).items())
     seconds = time.monotonic() - started
     print(f"\n{len(counted)} injections in {seconds:.1f} s, {repeated} of them repeated: {kinds}")
 
 
 def patient(pool: RankPool, injections: list[Injection]) -> tuple[list[str], int]:
-    """What is wrong with which injection, and how many were repeated.
+    """Return the errors of injections, and how many were repeated.
 
-    A survivor that was itself kept from running for half a timeout is rightly given up by its peers, on a machine that
-    is busy otherwise: such an injection says nothing and is made again with longer timeouts.
+    On a busy machine a survivor may be kept from running for half a timeout, and its peers rightly give up on it. Such
+    an injection proves nothing and is repeated with longer timeouts.
     """
     wrong: list[str] = []
     repeated, size = 0, injections[0].world_size
@@ -84,7 +84,7 @@ def test_a_rank_is_stopped_while_it_waits(pool: RankPool) -> None:
 
 
 def in_chain(chain: list[Injection]) -> list[list[Outcome]]:
-    """What the survivors saw, with ranks of their own that leave nothing behind."""
+    """Return the outcomes of the survivors, on a separate pool of ranks that must leave nothing behind."""
     shm = sorted(os.listdir("/dev/shm"))
     with RankPool(chain[0].world_size, timeout=180) as pool:
         pids = pool.pids

@@ -1,4 +1,4 @@
-"""`Scaled` operands: right by every function and schedule, at the edges too. What one process makes: test_scaled.py."""
+"""`Scaled` operands are right in every function and schedule, at the edges too. One process: test_scaled.py."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .oracle import cut, whole
 SCHEDULES = ("unfused", "decomposed", "fused")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N, K = 37, 40
-# Of mxfp8: five blocks of the contraction, the last of which is no whole one.
+# For mxfp8: five blocks of the contraction, the last block shorter.
 IN_BLOCKS = 150
 
 
 def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3) -> Scaled:
-    """Rows of very different magnitudes, and blocks of them, so that a scale of another one is seen."""
+    """Make rows of very different magnitudes, and blocks too, so that a wrong scale is visible."""
     x = whole(shape, torch.float32, seed) * torch.logspace(-1.2, 1.2, shape[0]).view(-1, *[1] * (len(shape) - 1))
     if recipe == "mxfp8":
         x = x * 2.0 ** (torch.arange(shape[-1]) // BLOCK % 3 - 1)
@@ -43,13 +43,13 @@ def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3
 
 
 def allowed(a: Tensor, b: Tensor, out: torch.dtype, ranks: int = 1, bias: Tensor | None = None) -> Tensor:
-    """Of values as they are: the data's products are exact in float32, and scaled by two roundings more."""
+    """Return the allowed error of exact values: products of data are exact in float32; scaling rounds twice more."""
     scaling = 4 * torch.finfo(torch.float32).eps * (a.abs() @ b.abs())
     return reference.bound(a, b, out, ranks, bias=bias, sum_dtype=out if ranks > 1 else torch.float32) + scaling
 
 
 def values(x: Scaled) -> Tensor:
-    """In float64."""
+    """Return the values in float64."""
     scale = x.scale.float().double()
     if x.scale.dtype == E8M0:
         scale = torch.stack([scale[..., k // BLOCK] for k in range(x.data.shape[-1])], -1) if scale.numel() else 1.0
@@ -57,7 +57,7 @@ def values(x: Scaled) -> Tensor:
 
 
 def of_features(recipe: str, size: int, how: str) -> tuple[int, tuple[int, ...]]:
-    """How many features there are, and every rank's, if they are gathered: in blocks whole ones, but for the end."""
+    """Return the number of features and each rank's part for a gather; parts are whole blocks, except at the end."""
     if recipe != "mxfp8":
         return K, cut(K, size, how)
     sizes = [BLOCK * count for count in cut(-(-IN_BLOCKS // BLOCK), size, how)]
@@ -75,8 +75,8 @@ def right(y: Tensor, x: Tensor, w: Tensor, name: str, bias: Tensor | None = None
 
 
 def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """x gathered by rows and by features; one weight and several, with an activation too. A fully sharded weight, whose
-    rows travel with their scales.
+    """Check x gathered by rows and by features, with one weight, several, and an activation; and a fully sharded
+    weight, whose rows travel with their scales.
     """
     rank, M, bias = group.rank(), 21, whole((N,), out, 3)
     given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
@@ -96,7 +96,7 @@ def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torc
         right(both[1], x, ws[1], f"second of two {dim}")
         relu: Any = call(parts[rank], weights[0], bias, gather_dim=dim, sizes=sizes, activation="relu")
         assert torch.equal(relu, F.relu(y))
-    # A batch of sequences, split along the middle.
+    # A batch of sequences, split along the sequence.
     parts = [make((3, size, K), 7 + r, recipe, dtypes[0]) for r, size in enumerate(rows)]
     x = torch.cat([values(part) for part in parts], 1)
     right(call(parts[rank], weights[0], gather_dim=1, sizes=rows), x, ws[0], "batch")
@@ -107,7 +107,7 @@ def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torc
 
 
 def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.dtype, dtypes: Any) -> None:
-    """Each rank has a part of the contraction; the sum is scattered by rows, by columns, or on all ranks."""
+    """Check products with a split contraction; the sum is scattered by rows, by columns, or on all ranks."""
     rank, size, M = group.rank(), group.size(), 21
     features = cut(of_features(recipe, size, how)[0], size, how)
     xs = [make((M, part), 7 + r, recipe, dtypes[0]) for r, part in enumerate(features)]
@@ -128,7 +128,7 @@ def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.d
 
 
 def within_bounds(group: ProcessGroup, check: Callable[..., None], *args: Any) -> None:
-    """No kernel touches what it was not given."""
+    """Run a check while kernels' addresses are checked."""
     with Bounds():
         check(group, *args)
 
@@ -145,7 +145,7 @@ FNUZ = ((FNUZ_E4M3, FNUZ_E4M3), (FNUZ_E5M2, FNUZ_E4M3), (FNUZ_E4M3, FNUZ_E5M2))
         [*SCHEDULES * 4], [1, 2, 3, 4, 4, 2, 3, 4, 2, 4, 2, 3], ["rowwise", "tensorwise", "mxfp8", "rowwise", "mxfp8"],
         ["even", "lopsided", "lopsided", "on the last", "lopsided"], OUTS * 2 + OUTS[:1], DTYPES * 3 + DTYPES[:1] * 2,
     )
-    # AMD's own, which is multiplied wherever torch can cast to it.
+    # AMD's own formats, multiplied wherever torch can cast to them.
     + spread(
         [*SCHEDULES[:2] * 3], [1, 2, 3, 4, 2, 4], ["rowwise", "tensorwise", "mxfp8"],
         ["even", "lopsided", "on the last"], OUTS[:2], FNUZ,
@@ -159,8 +159,8 @@ def test_functions_are_right(
 
 
 def bytes_of_a_gather(group: ProcessGroup) -> None:
-    """What is sent of float8: a byte an element, and 16 bytes a row for its scale, or for up to 16 blocks' scales; of
-    bfloat16 two bytes an element.
+    """Check the bytes sent: float8 takes a byte for each element and 16 bytes a row, for its scale or up to 16 block
+    scales; bfloat16 takes two bytes for each element.
     """
     x, weight, sizes = torch.randn(6, 64), torch.randn(9, 64), []
     run = Ready.run
@@ -177,7 +177,7 @@ def bytes_of_a_gather(group: ProcessGroup) -> None:
             call(scaled(x, "mxfp8"), scaled(weight, "mxfp8"))
             call(x.bfloat16(), weight.bfloat16())
     with torch.no_grad():
-        # Nothing asks for the gradient that a bias could have.
+        # Under no_grad the bias's gradient is not asked for.
         assert call(scaled(x), scaled(weight), torch.ones(9).bfloat16().requires_grad_()).dtype == torch.bfloat16
     rows = 6 * group.size()
     for narrow, in_blocks, wide in (sizes[:3], sizes[3:]):
@@ -192,7 +192,7 @@ def test_half_the_bytes_travel(pool: RankPool) -> None:
 
 
 def as_without_ranks(group: ProcessGroup, schedule: str) -> None:
-    """Where nothing is summed between ranks, shards have the scales and data of the whole, and results its values."""
+    """Check that without a sum over ranks shards have the scales and data of the whole, and results have its values."""
     x, w = whole((12, 64), torch.float32, 0), whole((16, 64), torch.float32, 1)
     parts = x.split(cut(12, group.size(), "lopsided"))
     for recipe in ("rowwise", "tensorwise"):
@@ -215,7 +215,7 @@ def test_shards_have_the_scales_of_the_whole(pool: RankPool, schedule: str) -> N
 
 
 def without_a_contraction(group: ProcessGroup, schedule: str) -> None:
-    """Nothing is summed: zeros and the bias, in results and in gradients, not what was in memory, which is poisoned."""
+    """Check that an empty contraction gives zeros and the bias, in results and gradients, not the poison in memory."""
     call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
     y = call(scaled(torch.zeros(4, 0)), scaled(torch.zeros(8, 0)), torch.ones(8).bfloat16())
     assert torch.equal(y, torch.ones_like(y))
@@ -233,7 +233,7 @@ def without_a_contraction(group: ProcessGroup, schedule: str) -> None:
 
 
 def one_feature(group: ProcessGroup, schedule: str) -> None:
-    """Each row has its own scale, also where a dim of one element has whatever stride."""
+    """Check that each row has its own scale, also if a dim of one element has an arbitrary stride."""
     world_size, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(3)
     call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule, gather_dim=-1)
@@ -248,13 +248,13 @@ def one_feature(group: ProcessGroup, schedule: str) -> None:
         y = call(a, b, out_dtype=torch.float32).double()
         torch.testing.assert_close(y, exact, rtol=1e-6, atol=1e-6 * float(exact.abs().max()))
         z = call(mine, w, float8=recipe)
-        # Two operands of three bits behind the first.
+        # Two operands with three bits of mantissa.
         exact, most = x.double() @ w.double().t(), 0.15 * (x.abs() @ w.abs().t()).double()
         assert ((z.double() - exact).abs() <= most).all(), (rows, features, recipe)
 
 
 def not_finite(group: ProcessGroup, schedule: str) -> None:
-    """NaN and infinities come out where they went in, and nowhere else."""
+    """Check that NaN and infinities stay in their own rows and columns."""
     dtypes = (E4M3, E5M2, *((FNUZ_E4M3,) if schedule != "fused" else ()))
     for dtype, recipe in itertools.product(dtypes, ("rowwise", "mxfp8")):
         x, w = torch.ones(4, 32), torch.ones(5, 32)
@@ -269,7 +269,7 @@ def not_finite(group: ProcessGroup, schedule: str) -> None:
 
 
 def nan_scale(group: ProcessGroup, schedule: str) -> None:
-    """A block whose scale is NaN spoils its own row; the last part ends in the middle of what a kernel multiplies."""
+    """Check that a block with a NaN scale spoils its own row only; the last part ends inside a kernel's block of K."""
     rank, sizes = group.rank(), (480, 32)
     x, w = scaled(torch.randn(5, 512), "mxfp8"), scaled(torch.randn(6, 512), "mxfp8")
     w.scale.view(torch.uint8)[3, 0] = 255
@@ -280,7 +280,7 @@ def nan_scale(group: ProcessGroup, schedule: str) -> None:
 
 
 def autocast(group: ProcessGroup, schedule: str) -> None:
-    """Under torch.autocast the products of float8 stay as exact as they are."""
+    """Check that torch.autocast does not change the products of float8."""
     x, w = scaled(torch.randn(6, 64)), scaled(torch.randn(24, 64))
     half = [scaled(torch.randn(6, 32), "tensorwise"), scaled(torch.randn(24, 32), "tensorwise")]
     given: Any = {"group": group, "schedule": schedule, "out_dtype": torch.float32}
@@ -304,7 +304,7 @@ def test_edges(pool: RankPool, check: Callable[..., None], schedule: str) -> Non
 
 
 def transformed(group: ProcessGroup) -> None:
-    """torch.func's transforms are refused before anything is sent."""
+    """Check that torch.func's transforms are refused before anything is sent."""
     w = torch.randn(8, 32)
 
     def call(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""float8 operands with scales in graphs of torch.compile: whole ones, with lengths left open, to the bit as without."""
+"""float8 operands with scales in graphs of torch.compile: whole graphs, dynamic lengths, the same bits as eager."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .test_compile import seen_by
 
 RECIPES = ("rowwise", "tensorwise", "mxfp8")
 Call = Callable[..., Any]
-# Rows of a rank, in calls of one graph.
+# Rows of each rank in successive calls of one graph.
 ROWS = (6, 14)
 
 
 def calls(group: ProcessGroup) -> dict[str, tuple[Call, int]]:
-    """A function of x and a weight [24, K] for each that takes `Scaled`, and K."""
+    """Return every function that takes `Scaled`, as a function of x and a weight [24, K], and its K."""
     bias, other = torch.randn(24).bfloat16(), torch.randn(24).bfloat16()
     w2 = torch.randn(24, 64)
     features = 64 * group.size()
@@ -59,8 +59,8 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 
 def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
-    """Operands made inside of the graph and given to it; rows left open; one operator a call."""
-    # Compiling takes its time: the schedules take turns too.
+    """Check operands made inside the graph and passed in, with dynamic rows, and one operator a call."""
+    # Compiling is slow, so each schedule has every second function.
     turns = list(enumerate(calls(group).items()))
     for i, (name, (call, K)) in turns if LARGE else turns[shift::2]:
         recipe: Any = RECIPES[(i + shift) % len(RECIPES)]
@@ -77,7 +77,7 @@ def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
             operands = (torch.randn(rows, 64), torch.randn(24, K))
             given: Any = operands if inside else [scaled(each, recipe) for each in operands]
             same(compiled(*given), function(*given), f"{name}, {recipe}, {inside}, {rows} rows")
-        # A compiler does not look into scales of blocks.
+        # Scaling in blocks is an operator of its own.
         asked = [[each for each in ops if "_blocks." not in each] for ops in graphs]
         assert asked == [["fusedtp.matmul.default"]], (name, recipe, inside, graphs)
     torch.compiler.reset()
@@ -85,12 +85,12 @@ def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
 
 @pytest.mark.parametrize(("schedule", "shift"), [("decomposed", 0), ("unfused", 1)])
 def test_whole_graphs(pool: RankPool, schedule: str, shift: int) -> None:
-    """Functions, recipes and where operands are made take turns: `shift` pairs them anew."""
+    """Functions, recipes and the place where operands are made alternate: `shift` changes the pairs."""
     pool.run(whole_graphs, schedule, shift, world_size=2, timeout=400)
 
 
 def by_inductor(group: ProcessGroup) -> None:
-    """The casts become code of a compiler's, beside the kernel; a scale is agreed on between ranks in the graph too."""
+    """Check casts that inductor compiles, beside our kernel, and a scale that ranks agree on inside the graph."""
 
     def block(x: Tensor, w: Tensor, v: Tensor, recipe: Any) -> tuple[Tensor, Scaled]:
         y = fusedtp.all_gather_linear(scaled(x, recipe), scaled(w, recipe), group=group, schedule="fused")
@@ -115,7 +115,7 @@ def test_a_block_by_inductor(pool: RankPool) -> None:
 
 
 def last_blocks(group: ProcessGroup) -> None:
-    """Shorter than the others: its elements have their scale, in a static graph and in one of any length."""
+    """Check a last block that is shorter than the others, in a static graph and in a dynamic one."""
 
     def both(x: Tensor) -> tuple[Scaled, Tensor]:
         made = scaled(x, "mxfp8")
@@ -139,7 +139,7 @@ def test_the_last_block_of_a_row_by_inductor(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
 def test_powers_of_two(dtype: torch.dtype) -> None:
-    """Made of bits they are those of arithmetic: the least that is no less than the quotient."""
+    """The bit operations equal the arithmetic: the smallest power of two that is at least the quotient."""
     largest = torch.finfo(dtype).max
     bits = torch.randint(0, 0x7F800000, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     at = torch.tensor([largest * 2.0**power for power in range(-160, 100)]).view(torch.int32)

@@ -1,4 +1,4 @@
-"""Recipes for float8: forward and every gradient, of layers, functions and shardings, by every schedule."""
+"""Recipes for float8: forward and every gradient of layers, functions and shardings, by every schedule."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Grads = dict[str, Tensor]
 
 
 def exact(shape: Sequence[int], seed: int, steps: int = 7) -> Tensor:
-    """Values that every recipe keeps as they are: multiples of 0.5 up to 3.5, which e5m2 has room for; 3.5 is in every
-    row and column of 8, so that each scale is a power of two. AMD's own e4m3, up to 240, has one for 15 steps, 7.5.
+    """Return values that every recipe represents exactly: multiples of 0.5 up to 3.5, which fit e5m2. Every row and
+    column of 8 has a 3.5, so each scale is a power of two. AMD's e4m3, up to 240, needs 15 steps, 7.5.
     """
     values = torch.randint(-steps, steps + 1, tuple(shape), generator=torch.Generator().manual_seed(seed)) / 2
     flat = values.reshape(-1, shape[-1]) if values.numel() else values
@@ -41,7 +41,7 @@ def exact(shape: Sequence[int], seed: int, steps: int = 7) -> Tensor:
 
 
 def all_of(inputs: dict[str, Tensor], call: Callable[..., Any], dy: Callable[[int, Tensor], Tensor]) -> Grads:
-    """The results, and the gradients of all inputs."""
+    """Return the results, and the gradients of all inputs."""
     leaves = {name: each.clone().requires_grad_() for name, each in inputs.items()}
     outs = call(**leaves)
     outs = outs if isinstance(outs, tuple) else (outs,)
@@ -54,7 +54,7 @@ def all_of(inputs: dict[str, Tensor], call: Callable[..., Any], dy: Callable[[in
 
 
 def cases(how: str, dtype: torch.dtype) -> list[Case]:
-    """Every function."""
+    """Return cases of every function."""
     given: dict[str, Any] = {"how": how, "k_how": how, "widths": (24,), "features": 32}
     return [
         Case("gather", dtype, (16,), **given), Case("gather", dtype, (16,), dim=-1, **given),
@@ -66,23 +66,23 @@ def cases(how: str, dtype: torch.dtype) -> list[Case]:
 
 
 def recipes_of(i: int, schedule: str) -> Sequence[str]:
-    """All recipes; of the interpreted kernels one, in turn."""
+    """Return all recipes; for interpreted kernels one recipe, in turn."""
     return [RECIPES[i % len(RECIPES)]] if schedule == "fused" else RECIPES
 
 
 def off(value: Tensor, ref: Tensor) -> float:
-    """In the norm."""
+    """Return the relative error in the norm."""
     return float((value.double() - ref.double()).norm() / ref.double().norm())
 
 
-# What rounding one operand to e4m3 or e5m2 adds to a product of random values, in the norm: a uniform error of half a
-# step, 2**-4 or 2**-3 of values that are 1 to 2 times a power of two, is at most 2**-4 / sqrt(3) of each.
+# The relative error, in the norm, from rounding one operand to e4m3 or e5m2 in a product of random values: a uniform
+# error of half a step, 2**-4 or 2**-3 for values of 1 to 2 times a power of two, is at most 2**-4 / sqrt(3) of each.
 E4M3, E5M2 = 2**-4 / 3**0.5, 2**-3 / 3**0.5
 
 
 def rounding(casts: Casts, made: str) -> float:
-    """What rounding the operands of a product adds to it. Of one that both gradients are made of, dy is rounded twice:
-    as it travels, and along the other dim.
+    """Return the relative error from rounding a product's operands. If both gradients cast dy, dy is rounded twice: for
+    the gather, and along the other dim.
     """
     squares = 0.0
     for operand, cast in casts[made].items():
@@ -92,8 +92,8 @@ def rounding(casts: Casts, made: str) -> float:
 
 
 def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype: torch.dtype | None) -> None:
-    """Results and gradients beside those without float8. `dtype` None: where no cast rounds, to the bit, whatever
-    travels and is scaled on the way. Random values are as far off as two rounded operands make them, and no less.
+    """Compare results and gradients with those without float8. `dtype` None: values that no cast rounds, to the bit.
+    Random values must have the error of two rounded operands, and no less.
     """
 
     def drawn(shape: Sequence[int], seed: int, steps: int = 7) -> Tensor:
@@ -102,7 +102,7 @@ def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype
     for at, case in enumerate(cases(how, dtype or torch.float32)):
         operands, inputs = Operands(case, group), {}
         for i, (name, each) in enumerate(operands.given.items()):
-            # A bias and what is of an all-reduce's results are the same on all ranks.
+            # A bias, and the gradient of an all-reduce, are the same on all ranks.
             inputs[name] = drawn(each.shape, 10 * i + group.rank() * (name[0] != "b"), 15 if amd else 7)
         seed = 91 + group.rank() * (case.kind != "all_reduce")
         dy = lambda i, out, seed=seed: drawn(out.shape, seed + i)  # noqa: E731
@@ -111,7 +111,7 @@ def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype
             return tuple(operands.call(schedule, leaves, float8=recipe))
 
         plain = all_of(inputs, partial(call, None), dy)
-        # Of random values kernels have the recipe that they do not have of exact ones.
+        # With random values kernels take another recipe than with exact values.
         for recipe in recipes_of(at + 2 * (dtype is not None), schedule):
             with on_gfx942() if amd else contextlib.nullcontext():
                 made = all_of(inputs, partial(call, recipe), dy)
@@ -124,10 +124,10 @@ def against_plain(group: ProcessGroup, schedule: str, how: str, amd: bool, dtype
 
 
 def check_rounding(value: Tensor, ref: Tensor, key: str, casts: Casts, name: str) -> None:
-    """Check that a value is as far off as the casts of its operands make it."""
+    """Check that a value has the error that the casts of its operands give."""
     assert value.dtype == ref.dtype
     most, found = rounding(casts, key) if key in casts else 0.0, off(value, ref)
-    # Where a shard has few columns it is not the mean of many.
+    # The norm of a shard with few columns may exceed the mean.
     assert found <= 1.5 * most + 4 * torch.finfo(ref.dtype).eps, f"{name} is off by {found:.4f}, not {most:.4f}"
     assert found > most / 8 or not most, f"{name} is not made in float8"
 
@@ -151,7 +151,7 @@ def test_values_are_off_by_their_rounding(
 
 
 def sharded(group: ProcessGroup, schedule: str) -> None:
-    """Over one axis and two, planned by size: what is cast has one scale on all ranks of both axes."""
+    """Check shardings over one and two axes, planned by size: a tensor has one scale on all ranks of both axes."""
     shape = (2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("X", "Y"))
     at, lengths = mesh.get_coordinate(), dict(zip("XY", shape, strict=True))
@@ -173,7 +173,7 @@ def sharded(group: ProcessGroup, schedule: str) -> None:
         call = partial(fusedtp.sharded_matmul, spec=spec, mesh=mesh, schedule=schedule)
         inputs = {"a": shard(a, 1), "b": shard(b, 2)}
         plain = all_of(inputs, call, lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
-        # Two recipes a spec: every spec has all of them by some schedule.
+        # Two recipes for each spec; over the schedules every spec has all recipes.
         for recipe in {RECIPES[i % 3], RECIPES[(i + 1 + SCHEDULES.index(schedule)) % 3]}:
             made = all_of(inputs, partial(call, float8=recipe), lambda i, out, c=c: shard(c, 3))  # type: ignore[misc]
             for key, value in made.items():
@@ -182,17 +182,17 @@ def sharded(group: ProcessGroup, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shardings(pool: RankPool, schedule: str) -> None:
-    # A mesh is made by all ranks of the pool.
+    # All ranks of the pool must make a mesh.
     pool.run(sharded, schedule, timeout=400)
 
 
 def travels_once(group: ProcessGroup, recipe: Any) -> None:
-    """Of a row-parallel layer dy is gathered once for both gradients, of a column-parallel one x once beside dx. Where
-    a tensor has one scale, ranks agree on it by one number, of all tensors of a product at once.
+    """Check that in a row-parallel layer dy is gathered once for both gradients, and in a column-parallel layer x once
+    beside dx. For tensors with one scale, one exchange serves all tensors of a product.
     """
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(12, 16, requires_grad=True)
     casts = casts_of(recipe, float8.OCP)
-    # Where one gradient alone casts its operands, dy travels as it is.
+    # If only one gradient casts its operands, dy travels uncast.
     together = bool(casts["dx"]) == bool(casts["dw"])
     rows, dy_rows, options = 8 // group.size(), (8 // group.size(), 12), {"group": group, "float8": recipe}
 
@@ -214,7 +214,7 @@ def travels_once(group: ProcessGroup, recipe: Any) -> None:
     with counting() as backward:
         y.sum().backward()
     assert backward.calls.count(("all_gather_matmul", (rows, 16))) == 1
-    # One for both gradients, or one each.
+    # One exchange for both gradients, or one for each.
     agreed = [numbers("dx", "dw")] if together else [numbers("dx"), numbers("dw")]
     assert len(backward.calls) == 2 + sum(map(len, agreed))
 
@@ -225,7 +225,7 @@ def test_what_both_gradients_need_travels_once(pool: RankPool, recipe: str) -> N
 
 
 def trained(group: ProcessGroup, schedule: str, sequence_parallel: bool, recipe: Any) -> tuple[Tensor, Grads]:
-    """What this rank has of a ParallelMLP's result, and the gradients of its whole parameters."""
+    """Return this rank's part of a ParallelMLP's result, and the gradients of its whole parameters."""
     torch.manual_seed(5)
     mlp = fusedtp.ParallelMLP(
         32, 48, activation="swiglu", group=group, sequence_parallel=sequence_parallel, schedule=schedule, float8=recipe
@@ -240,10 +240,10 @@ def trained(group: ProcessGroup, schedule: str, sequence_parallel: bool, recipe:
 
 @pytest.mark.parametrize(("schedule", "sequence_parallel"), spread([*SCHEDULES, "fused"], [True, True, True, False]))
 def test_layers(pool: RankPool, schedule: str, sequence_parallel: bool) -> None:
-    """Two ranks beside one, by the same recipe."""
+    """Two ranks equal one rank with the same recipe."""
     for recipe in (*RECIPES, None):
         ((expected, others),) = pool.run(trained, schedule, sequence_parallel, recipe, world_size=1)
-        # Sums over ranks have scales of their own in each part of what is contracted.
+        # In sums over ranks each part of the contraction has its own scales.
         most = 1e-5 if recipe is None else 0.08
         for rank, (y, grads) in enumerate(pool.run(trained, schedule, sequence_parallel, recipe, world_size=2)):
             own = expected.tensor_split(2)[rank] if sequence_parallel else expected
@@ -253,7 +253,7 @@ def test_layers(pool: RankPool, schedule: str, sequence_parallel: bool) -> None:
 
 
 def compiled_and_checkpointed(group: ProcessGroup) -> None:
-    """In a whole graph of torch.compile, and made again in backward, gradients are the same."""
+    """Check that gradients are the same in a whole graph of torch.compile, and with activation checkpointing."""
     x, weights = torch.randn(6, 16), [torch.randn(12, 16), torch.randn(12, 16)]
 
     def loss(x: Tensor, w: Tensor, v: Tensor, recipe: str) -> Tensor:
@@ -266,7 +266,7 @@ def compiled_and_checkpointed(group: ProcessGroup) -> None:
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for recipe in RECIPES:
         found = []
-        # One has no number that ranks agree on.
+        # rowwise exchanges no number between ranks.
         calls = (loss, checkpointed) if recipe == "rowwise" and not LARGE else (loss, checkpointed, compiled)
         for call in calls:
             leaves = [each.clone().requires_grad_() for each in (x, *weights)]
@@ -282,8 +282,8 @@ def test_in_a_graph_and_made_again(pool: RankPool) -> None:
 
 
 def on_amds_machine(group: ProcessGroup) -> None:
-    """What layers and `sharded_matmul` send is fnuz too, forward and backward, also in a compiled graph. Interpreted
-    kernels refuse it before anything is sent, scales' numbers too.
+    """Check that layers and `sharded_matmul` send fnuz formats, forward and backward, also in a compiled graph.
+    Interpreted kernels refuse fnuz before anything is sent, even scales.
     """
     sent: list[torch.dtype] = []
     run, mesh = Ready.run, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))

@@ -1,5 +1,6 @@
-"""The public functions: collectives on the baseline schedule, defaults, and operands of odd kinds. Linears and their
-options: test_options.py. What is refused: test_bad_input.py."""
+"""The public functions: collectives on the baseline schedule, defaults, and unusual operands. Linears and their
+options: test_options.py. Refused calls: test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_collectives(pool: RankPool, world_size: int, dtype: torch.dtype) -> Non
 
 
 def zeros_and_subnormals(group: ProcessGroup, dtype: torch.dtype) -> None:
-    """Sums of -0.0 are -0.0, and subnormal numbers are numbers, with every schedule."""
+    """Check that sums of -0.0 are -0.0 and that subnormal numbers are kept, with every schedule."""
     tiny = torch.finfo(dtype).tiny
     x = torch.tensor([[-0.0, 0.0, tiny / 4, -tiny / 2]] * (2 * group.size())).to(dtype)
     if group.rank() > 0:
@@ -84,7 +85,7 @@ def test_collectives_of_zeros_and_subnormals(pool: RankPool, dtype: str) -> None
 
 
 def defaults(group: ProcessGroup) -> fusedtp.Path | None:
-    """Without `sizes`: equal shards to gather, as even as can be to scatter. Groups by name and by mesh."""
+    """Check the default `sizes`: equal for gathers, as even as possible for scatters; and groups by name and mesh."""
     rank, world_size = group.rank(), group.size()
     mesh = torch.distributed.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     for each in (group, group.group_name, mesh):
@@ -102,7 +103,7 @@ def test_defaults_and_last_path(pool: RankPool) -> None:
 
 
 def inputs_unchanged(group: ProcessGroup) -> None:
-    """Results share no memory with operands, in a world of one as well."""
+    """Check that results share no memory with operands, also in a world of one."""
     x, weight = torch.randn(4, 4), torch.randn(4, 4)
     before = x.clone(), weight.clone()
     for function in FUNCTIONS:
@@ -124,7 +125,7 @@ def test_without_a_process_group_the_remedy_is_named() -> None:
 
 
 def empty_everything(group: ProcessGroup) -> None:
-    """What has no elements is no mistake, whichever length is 0."""
+    """Check that operands without elements work, whichever length is 0."""
     lengths = ((0, 5, 6), (4, 0, 6), (4, 5, 0), (0, 0, 0))
     for schedule, (rows, n, k) in itertools.product(("decomposed", "unfused", "fused"), lengths):
         options: dict[str, Any] = {"group": group, "schedule": schedule}
@@ -141,7 +142,7 @@ def test_nothing_is_no_mistake(pool: RankPool) -> None:
 
 
 def negated(group: ProcessGroup) -> None:
-    """torch's lazily negated views: kernels read memory, which the bit that says so does not change."""
+    """Check torch's lazily negated views: kernels read memory, which ignores the negative bit."""
     torch.manual_seed(5)
     x, dy = (torch.randn(rows, 6, dtype=torch.complex64).conj().imag for rows in (4, 8))
     assert x.is_neg()
@@ -161,7 +162,7 @@ def test_negated_views_are_what_they_stand_for(pool: RankPool) -> None:
 
 
 def on_one_rank(group: ProcessGroup) -> None:
-    """What autograd sees of the functions on one rank: the library's linear, unless more is asked for."""
+    """Check autograd on one rank: a plain linear, unless an option needs more."""
     x = torch.randn(2, 5, 8, requires_grad=True)
     w, bias = torch.randn(6, 8, requires_grad=True), torch.randn(6, requires_grad=True)
     expected = F.linear(x, w, bias)

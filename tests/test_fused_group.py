@@ -1,4 +1,4 @@
-"""FusedGroup: linears of one module with one gather of their input, in code that does not know of it."""
+"""FusedGroup: linears of one module share one gather of their input, without a change of the module's code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS, KV, HEAD, HIDDEN = 4, 2, 6, 20
 
 
 class Attention(nn.Module):
-    """Grouped queries, in the order of calls that models have; with a bias on one of the three."""
+    """Grouped-query attention that calls q, k and v in the usual order; one of them has a bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def attention() -> Attention:
 
 
 def parallel(group: ProcessGroup, dense: nn.Module, split: bool, **options: Any) -> nn.Module:
-    """The module with its first three linears in a group, its tokens split or whole."""
+    """Return the module with its first three linears in a group and its tokens split or whole."""
     layout = Shard(0) if split else Replicate()
     plan: dict[str, Any] = {
         "": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", input_layouts=layout, **options),
@@ -70,7 +70,7 @@ def close(out: Tensor, ref: Tensor, name: str) -> None:
 
 
 def trained(group: ProcessGroup, split: bool, schedule: str, is_compiled: bool) -> None:
-    """Training, evaluation and training again at several sizes, against the same in one process; compiled, at one."""
+    """Train, evaluate and train again at several sizes (compiled: at one), and compare with one process."""
     dense = attention()
     module = parallel(group, dense, split, schedule=schedule)
     assert list(module.state_dict()) == list(dense.state_dict())
@@ -105,7 +105,7 @@ def test_a_module_trains_as_in_one_process(pool: RankPool, world_size: int, spli
 
 
 def gathers(group: ProcessGroup, split: bool) -> tuple[list[str], list[str]]:
-    """The tasks of forward and backward of an attention block."""
+    """Return the tasks of forward and backward of an attention block."""
     module = parallel(group, attention(), split)
     x = part(torch.randn(8, 3, HIDDEN, dtype=torch.float64), group, split).requires_grad_()
     with counting() as forward:
@@ -128,7 +128,7 @@ def test_one_gather_for_all_and_one_scatter_of_their_gradients(pool: RankPool) -
 
 @on_ranks(2)
 def test_calls_that_do_not_belong_together(group: ProcessGroup) -> None:
-    """Other inputs, calls left out, one call twice, and an input that changes in between."""
+    """Other inputs, missing calls, one call twice, and an input that changes between calls."""
     dense = attention()
     module = parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), {
         "": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", use_local_output=False),
@@ -176,7 +176,7 @@ def test_calls_that_do_not_belong_together(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("is_compiled", [False, True])
 @on_ranks(2, timeout=120)
 def test_what_is_not_used_has_no_gradient(group: ProcessGroup, is_compiled: bool) -> None:
-    """A parameter whose result is not used has no gradient, which AdamW would take for one of zeros, and decay."""
+    """An unused parameter must have no gradient: AdamW would apply weight decay to a gradient of zeros."""
     module = parallel(group, attention(), True)
     module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
     call = torch.compile(nn.Sequential(module), backend="aot_eager", fullgraph=True) if is_compiled else module
@@ -201,7 +201,7 @@ def test_what_is_not_used_has_no_gradient(group: ProcessGroup, is_compiled: bool
 
 @on_ranks(2)
 def test_nothing_is_kept(group: ProcessGroup) -> None:
-    """What the others would have taken is given back with the module's call; a copy and its original are two."""
+    """Results that no linear took are freed with the module's call; a copy and its original share nothing."""
     module = parallel(group, attention(), True)
     module.forward = lambda x: module.q_proj(x)  # type: ignore[method-assign]
     x = torch.randn(4, 3, HIDDEN, dtype=torch.float64)

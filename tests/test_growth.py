@@ -1,5 +1,5 @@
-"""A workspace that must grow, or is made, while a rank is interrupted, late or killed: no wrong number, no wait beyond
-the budget, and whoever is missing is named.
+"""A workspace is made or grows while a rank is interrupted, late or killed: no wrong number, no wait beyond the
+timeout, and the missing rank is named.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LARGE = 600
 
 
 def gather(group: ProcessGroup, rows: int, value: float = 1.0, schedule: str = "decomposed") -> bool:
-    """Whether every rank's rows are there."""
+    """Gather and return whether every rank's rows are right."""
     mine = torch.full((rows, 1000), value + group.rank())
     whole = fusedtp.all_gather(mine, group=group, schedule=schedule).view(group.size(), -1)
     return all(bool((each == value + rank).all()) for rank, each in enumerate(whole))
 
 
 def small(group: ProcessGroup, seconds: float) -> None:
-    """A workspace that has been used and fits a few rows."""
+    """Make a workspace that has been used and fits a few rows."""
     fusedtp.set_timeout(110.0)
     fusedtp.destroy(group)
     assert gather(group, 3)
@@ -68,7 +68,7 @@ def all_right(group: ProcessGroup) -> None:
 
 @contextlib.contextmanager
 def a_real_interruption(condition: Any) -> Iterator[None]:
-    """SIGINT as soon as `condition` holds, looked at from a thread."""
+    """Send SIGINT as soon as `condition`, polled from a thread, holds."""
 
     def strike() -> None:
         until(condition)
@@ -85,7 +85,7 @@ def a_real_interruption(condition: Any) -> Iterator[None]:
 
 
 def interrupted_growth(group: ProcessGroup) -> str:
-    """Rank 0 waits for its peer to grow, and is interrupted there; then it makes another call."""
+    """Interrupt rank 0 while it waits for its peer to grow; then rank 0 makes another call."""
     flags = Flags("interrupted growth")
     small(group, 60.0)
     if group.rank() == 0:
@@ -130,7 +130,7 @@ def test_a_rank_that_comes_late_to_a_growth_does_not_wait(pool: RankPool) -> Non
 
 
 def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
-    """Rank 0 is interrupted between the two exchanges of its first op, and calls it again."""
+    """Interrupt rank 0 between the two exchanges of its first op; rank 0 repeats the call."""
     fusedtp.destroy(group)
     dist.barrier(group)
     if group.rank() == 0:
@@ -154,7 +154,7 @@ def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, des
 
 
 def interrupted_once_made(group: ProcessGroup, rank: int, schedule: str) -> str:
-    """That rank is interrupted when all have its memory, and calls its first op again."""
+    """Interrupt a rank when all ranks have its memory; the rank repeats its first op."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(2.0, group)
     if group.rank() == rank:
@@ -182,7 +182,7 @@ def test_a_first_op_that_was_interrupted_once_all_had_come(pool: RankPool, rank:
 
 
 def asked_again(group: ProcessGroup) -> str:
-    """Rank 1 takes it for done, rank 0 asks for the rows once more, as if a third rank had begun anew."""
+    """Let rank 1 finish while rank 0 asks for the rows again, as if a third rank had started over."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(1.0, group)
     exchange, said = rendezvous.StoreExchange(group), ""
@@ -212,7 +212,7 @@ def test_a_rank_that_asks_once_more_does_not_wait_for_those_that_are_done(pool: 
 
 
 def without_threads(group: ProcessGroup) -> str:
-    """Rank 1 may start no thread while the memory of the first op is made."""
+    """Forbid threads on rank 1 while the memory of the first op is made."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(2.0, group)
     limited = mock.patch.object(clock._Clock, "start", side_effect=RuntimeError("can't start new thread"))
@@ -224,7 +224,7 @@ def without_threads(group: ProcessGroup) -> str:
 
 @pytest.fixture(scope="module")
 def mortal() -> Iterator[RankPool]:
-    """Ranks that may be killed, and at first have no thread that keeps the time."""
+    """Start ranks that may be killed; at first they have no clock thread."""
     with RankPool(3, timeout=60) as ranks:
         yield ranks
 
@@ -236,7 +236,7 @@ def test_a_rank_without_threads_says_what_it_lacks(mortal: RankPool) -> None:
 
 
 def killed(group: ProcessGroup, growing: bool) -> str:
-    """The last rank is killed when all have come, before what came of it."""
+    """Kill the last rank when all have arrived, before the outcomes are exchanged."""
     fusedtp.destroy(group)
     if growing:
         small(group, 2.0)
@@ -257,7 +257,7 @@ def test_a_rank_killed_while_memory_is_made_is_named(mortal: RankPool, growing: 
 
 
 def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float, str]:
-    """Rank 1 does not come to a first op for which a budget was set."""
+    """Keep rank 1 away from a first op that has a timeout set."""
     fusedtp.destroy(group)
     fusedtp.set_timeout(0.5, None if of_all else group)
     began = time.monotonic()
@@ -266,7 +266,7 @@ def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float, str]:
     took = time.monotonic() - began
     dist.barrier(group)
     if group.rank() == 1:
-        # It comes when rank 0 has given up, and does not blame it.
+        # Rank 1 comes after rank 0 has given up, and does not blame rank 0.
         said = refused(group, 3)
     fusedtp.destroy(group)
     all_right(group)
@@ -275,25 +275,25 @@ def alone(group: ProcessGroup, of_all: bool) -> tuple[str, float, str]:
 
 @pytest.mark.parametrize("of_all", [False, True])
 def test_a_budget_that_was_set_holds_for_a_first_op(pool: RankPool, of_all: bool) -> None:
-    """And who waits for long says for whom, once."""
+    """A rank that waits long says once for which rank."""
     (said, took, told), (late, *_) = pool.run(alone, of_all, world_size=2)
     assert said.startswith("PeerTimeout: making the workspace: rank 0 waited 0.5")
     assert late.startswith("PeerTimeout: making the workspace: rank 1 came too late: rank 0 had given up on rank 1 ")
-    # The process group's own is longer.
+    # The process group's own timeout is longer.
     assert took < 20
     pattern = r"fusedtp: rank 0 has waited 0\.\d+ s at its first op for rank 1; it gives up after 0\.5 s .*\n"
     assert re.fullmatch(pattern, told), told
 
 
 def hosts(group: ProcessGroup) -> int:
-    """The port of a store of this process."""
+    """Start a store in this process and return its port."""
     global hosted
     hosted = dist.TCPStore("127.0.0.1", 0, is_master=True)
     return hosted.port
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process is stopped: rank 0's, where neither torchrun nor the program has put it elsewhere."""
+    """The store's process is stopped: that of rank 0, unless torchrun or the program has put the store elsewhere."""
     group = ProcessGroup(dist.HashStore(), 0, 2)
     timeouts.set_for(group, 0.5)
     with RankPool(1, timeout=60) as host:

@@ -1,4 +1,4 @@
-"""docs/guide: every block of Python runs on the ranks that its page names; no page and no public name is left out."""
+"""docs/guide: every Python block runs on the ranks that its page names; every page and public name is listed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEEDED = {
 
 @contextlib.contextmanager
 def world(group: ProcessGroup) -> Iterator[None]:
-    """What torch takes for all ranks is `group`, as in a program that torchrun has started on as many."""
+    """Make `group` torch's default group, as in a program that torchrun has started on that many ranks."""
     c10d: Any = dist.distributed_c10d
     before = c10d._get_default_group()
     c10d._update_default_pg(group)
@@ -41,12 +41,12 @@ def world(group: ProcessGroup) -> Iterator[None]:
 
 
 def run_page(group: ProcessGroup, page: str, folder: str) -> int:
-    """All blocks of a page, in order, in one namespace; how many there were."""
+    """Run all blocks of a page in order, in one namespace, and return their number."""
     blocks = list(BLOCK.finditer(Path(page).read_text()))
     scope: dict[str, Any] = {"__name__": "guide"}
     with world(group), contextlib.chdir(folder):
         for block in blocks:
-            # Lines are numbered as in the page.
+            # Line numbers are those of the page.
             first = block.string[: block.start(1)].count("\n")
             exec(compile("\n" * first + block[1], page, "exec"), scope)
     return len(blocks)

@@ -1,4 +1,4 @@
-"""Which GPU a driver's name stands for, and what is said of one that the table does not have."""
+"""The GPU that a driver's name stands for, and the warning for unknown GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_gpu_of_the_table_is_known_by_its_drivers_name(machine: Hardware) 
 
 
 def test_an_unknown_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks go by rank 0's, whose number lies in its arena; 0 is one that the table does not have."""
+    """All ranks use the hardware of rank 0, whose number is in its arena; number 0 is an unknown GPU."""
     words = torch.zeros(signal.SIGNALS.value, dtype=torch.int32)
 
     def shared(rank0: str, own: str) -> Hardware:
@@ -45,5 +45,5 @@ def test_an_unknown_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(said) == 1
     with pytest.warns(UserWarning, match="does not know rank 0's GPU"):
         assert shared("NVIDIA L4", "NVIDIA A100-SXM4-80GB") is HARDWARE["h100"]
-    # Warnings are errors here: neither is said again.
+    # Warnings are errors here: neither is repeated.
     assert shared("NVIDIA L4", "NVIDIA L4") is shared("NVIDIA L4", "NVIDIA H100") is HARDWARE["h100"]

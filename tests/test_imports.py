@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs/architecture.md"
 FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fusedtp.bench": ROOT / "bench"}
 
-# Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one.
+# Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one unit.
 FLOORS = (
     ("torch_private",),
     ("errors", "shards", "files", "trace", "op", "groups", "locks"),
@@ -48,7 +48,7 @@ HEAVY = ("triton", "matplotlib", "pandas", "scipy", "jinja2", "typer", "rich")
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by its installed name."""
+    """Return every module of the package by its installed name."""
     found = {}
     for package, folder in FOLDERS.items():
         for path in sorted(folder.rglob("*.py")):
@@ -62,13 +62,13 @@ MODULES = modules()
 
 
 def unit(name: str) -> str:
-    """The part of a module's name that has a place in FLOORS."""
+    """Return the unit of FLOORS that a module belongs to."""
     return name.split(".")[1] if "." in name else ""
 
 
 @functools.cache
 def imported(name: str, path: Path) -> set[str]:
-    """Absolute names of what a module imports when it runs, anywhere in it, as deep as they name modules of ours."""
+    """Return the absolute names of all imports that a module runs, down to modules of ours."""
     found: set[str] = set()
     tree = ast.parse(path.read_text())
     tree.body = [
@@ -117,7 +117,7 @@ def goes_down(name: str) -> None:
 
 
 def test_private_torch_is_called_in_one_module() -> None:
-    """Triton's interpreter is patched in `kernels.interpreter`."""
+    """`kernels.interpreter` patches Triton's interpreter."""
     found = {name: private_names(name) for name in MODULES if unit(name) not in ("bench", "torch_private")}
     assert {name: names for name, names in found.items() if names} == {}
 
@@ -126,7 +126,7 @@ def private_names(name: str) -> list[str]:
     nodes = list(ast.walk(ast.parse(MODULES[name].read_text())))
     used = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     used |= {f"{node.module}.{each.name}" for node in nodes if isinstance(node, ast.ImportFrom) for each in node.names}
-    # Both are public, and have types there alone.
+    # Both are public, but only the private module has their types.
     used -= {"torch._C._distributed_c10d.PrefixStore", "torch._C._distributed_c10d.Store"}
     private = r"(torch|dist|forward_ad)(\.\w+)*\._[a-zA-Z]\w*|.*\._(local_tensor|get_backend|device_types)"
     return [each for each in used if re.fullmatch(private, each)]
@@ -139,7 +139,7 @@ def test_no_import_cycles() -> None:
     def visit(name: str, trail: tuple[str, ...]) -> None:
         assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
         if name not in done:
-            # The package's own __init__ runs first whatever is imported: it is no edge that can be avoided.
+            # The package's __init__ runs before any import, so that edge cannot be avoided.
             for other in sorted(graph[name] - {"fusedtp"}):
                 visit(other, (*trail, name))
             done.add(name)
@@ -149,7 +149,7 @@ def test_no_import_cycles() -> None:
 
 
 def drawn() -> str:
-    """The imports between folders and the modules above them, in Mermaid, without those that follow from others."""
+    """Return the imports between folders and the modules above them as Mermaid, without transitive edges."""
     small = {*FLOORS[0], *FLOORS[1], "reference"}
     edges = {
         (unit(name), unit(other))
@@ -173,7 +173,7 @@ def drawn() -> str:
     return "\n".join(["```mermaid", "graph TD", *lines, "```"])
 
 
-# The nouns on the way of an op, top down: at most 60.
+# The nouns on the path of an op, top down: at most 60.
 NOUNS = (
     "ColumnParallelLinear", "RowParallelLinear", "FSDPLinear", "ParallelMLP", "FusedColwiseParallel",
     "FusedRowwiseParallel", "FusedNormParallel", "FusedEmbeddingParallel", "FusedGroup", "Options", "Scaled", "Norm",
@@ -202,7 +202,7 @@ def test_a_type_name_is_defined_once() -> None:
 
 
 def glossary() -> str:
-    """Return the table of `NOUNS`: each with its module and what it is."""
+    """Return the table of `NOUNS`: module and first line of the docstring."""
     assert len(NOUNS) <= 60
     rows = [(noun, *classes()[noun][0]) for noun in NOUNS]
     assert all(line for *_, line in rows), rows
@@ -216,14 +216,14 @@ def test_the_picture_of_the_imports_and_the_glossary_are_made_of_the_code(part: 
 
 
 def run(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    # In this folder, as a user of the checkout might.
+    # In the checkout's folder, as a user might.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, *flags, "-c", code]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_importing_the_package_and_a_first_call_are_light() -> None:
-    """The compiler takes as long as all the rest of torch, in every rank. Layers do load it: making a DTensor does."""
+    """The compiler takes as long to load as the rest of torch, on every rank. Layers load it by making DTensors."""
     code = f"""
 import sys, torch, torch.distributed as dist, fusedtp
 print([name for name in {HEAVY} if name in sys.modules])
@@ -245,7 +245,7 @@ def test_a_folder_refuses_its_short_name() -> None:
 
 
 def test_the_name_kernels_is_left_to_the_hubs_package(tmp_path: Path) -> None:
-    """transformers imports it where it finds a folder of that name, and takes one without a version for none."""
+    """transformers imports a folder named kernels, but ignores a package without a version."""
     done = run("import kernels; print(hasattr(kernels, '__version__')); import kernels.signal")
     assert (done.stdout, done.stderr.splitlines()[-1]) == (
         "False\n", "ModuleNotFoundError: No module named 'kernels.signal'",

@@ -1,4 +1,4 @@
-"""What Triton's interpreter is mended in, where one of the versions supported needs it."""
+"""Repairs of Triton's interpreter, for supported versions that need them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_types_of_operands_are_told_apart() -> None:
 def test_bfloat16_is_converted_and_multiplied_exactly() -> None:
     builder, every = interpreter.interpreter_builder, torch.arange(2**16, dtype=torch.int32)
     bits = every.to(torch.int16).view(torch.bfloat16)
-    # Ties, infinities, NaN and subnormal numbers among them.
+    # Includes ties, infinities, NaN and subnormal numbers.
     floats = torch.cat([(every * 2**16 + low).view(torch.float32) for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     wide = builder.create_fp_ext(interpreter.TensorHandle(bits.view(torch.uint16).numpy(), tl.bfloat16), tl.float32)
     assert torch.equal(torch.from_numpy(wide.data).nan_to_num(nan=1.5), bits.float().nan_to_num(nan=1.5))

@@ -1,4 +1,4 @@
-"""Interruptions, forks and lone destroys: what was left behind is nobody's, and each rank is told by whom."""
+"""Interruptions, forks and lone destroys: left-over data is never used, and each rank is told which rank left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .beside import CPU, Flags, X, own_group, until
 
 
 def interrupted(group: ProcessGroup, schedule: str) -> tuple[str, str, float]:
-    """Rank 0 is interrupted in the middle of an op, when the others have its part, and they finish without it."""
+    """Interrupt rank 0 in the middle of an op, after the others have its part; they finish without it."""
     fusedtp.destroy(group)
 
     def reduce() -> torch.Tensor:
@@ -42,7 +42,7 @@ def interrupted(group: ProcessGroup, schedule: str) -> tuple[str, str, float]:
             reduce()
     else:
         assert (reduce() == group.size()).all()
-        # Kernels look at the budget alone.
+        # Kernels look at the timeout only.
         fusedtp.set_timeout(60 if schedule == "decomposed" else 1, group)
     started = time.monotonic()
     try:
@@ -65,12 +65,12 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
     for text, _, elapsed in others:
         assert text.startswith("PeerTimeout: all_reduce: rank ")
         assert "rank 0 left an op with an exception" in text
-        # At once, not after the budget of 60 s.
+        # At once, not after the timeout of 60 s.
         assert elapsed < 20
 
 
-# Within a call of ours: the task, the call without and with a gradient, its gradients, a collective, and the operators
-# of a compiled graph, which has nothing of ours around them.
+# Functions to interrupt inside one of our calls: the task, the call without and with a gradient, its backward, a
+# collective, and the operators of a compiled graph, which run without the functions around them.
 STRUCK = {
     "task": ("dispatch.py", "run"),
     "inference": ("call.py", "run"),
@@ -83,8 +83,8 @@ STRUCK = {
 
 
 def struck_as_it_returns(group: ProcessGroup, schedule: str, what: str) -> tuple[str, str]:
-    """An interruption on rank 1 as a function of STRUCK returns, when the op has ended but nobody has its result: what
-    the two ranks see of a call made again.
+    """Interrupt rank 1 as a function of STRUCK returns: the op has ended, but rank 1 has no result. Return the outcomes
+    of repeated calls on both ranks.
     """
     rank, seen, (file, function) = group.rank(), ["", ""], STRUCK[what]
     fusedtp.destroy(group)
@@ -183,12 +183,12 @@ def test_a_rank_that_destroys_alone_is_named_at_once(pool: RankPool) -> None:
 
 
 def forked(group: ProcessGroup) -> list[str]:
-    """A child of every rank tries what it may not; its parent goes on."""
+    """Fork every rank: the child's calls are refused, and the parent goes on."""
 
     def reduce(schedule: str) -> torch.Tensor:
         return fusedtp.all_reduce(X, group=group, schedule=schedule)
 
-    # Warm: what was prepared has the parent's memory.
+    # The prepared calls use the parent's memory.
     layer = fusedtp.RowParallelLinear(8 * group.size(), 4, group=group, schedule="decomposed")
     x = torch.ones(group.size(), 8, requires_grad=True)
     y = layer(x)
@@ -206,10 +206,10 @@ def forked(group: ProcessGroup) -> list[str]:
             how = ("unfused", "auto", "auto", "", 0)
             torch.ops.fusedtp.collective(X, "all_reduce", [], group.rank(), group.group_name, *how)
             texts.append("the operator ran")
-        # Nor does what waits for nobody touch the parent's memory.
+        # set_timeout and destroy must not touch the parent's memory either.
         fusedtp.set_timeout(5)
         fusedtp.destroy()
-        # The lock was held, and the thread is not there.
+        # The lock was held at the fork, and the child has no clock thread.
         word = torch.zeros(1, dtype=torch.int32)
         clock.drive(word)
         before = clock.now_ms()
@@ -221,7 +221,7 @@ def forked(group: ProcessGroup) -> list[str]:
     ws, name = registry.get(group, CPU), str(os.getpid())
     read, write = os.pipe()
     with warnings.catch_warnings(), clock._lock:
-        # Python 3.12 warns of what this test is about.
+        # Python 3.12 warns of forks with threads, which this test is about.
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid == 0:
@@ -267,7 +267,7 @@ def budgets_of_groups(group: ProcessGroup) -> list[float]:
         fusedtp.set_timeout(88, other.group_name)
         seen += [registry.get(each, CPU).seconds for each in (group, other)]
         fusedtp.destroy(other)
-        # It is the group's, not its memory's.
+        # The timeout belongs to the group, not to its memory.
         seen.append(registry.get(other, CPU).host_words[signal.BUDGET_MS.value] / 1000)
         fusedtp.set_timeout(110)
         seen += [registry.get(each, CPU).seconds for each in (group, other)]
@@ -279,7 +279,7 @@ def test_a_group_may_have_a_budget_of_its_own(pool: RankPool) -> None:
 
 
 def suspended(group: ProcessGroup, schedule: str) -> bool:
-    """Both ranks are stopped for longer than the budget while one waits for the other, and continued one by one."""
+    """Stop both ranks for longer than the timeout while one waits for the other, and continue them one by one."""
     flags = Flags(f"suspended {schedule}")
 
     def reduce() -> bool:

@@ -1,5 +1,5 @@
-"""A layer's parameters and its input met from outside: padded ones by a checkpoint, shards by a function, a whole input
-by what made it whole.
+"""A layer's parameters and input, used from outside: padded parameters in a checkpoint, shards in functions, and ways
+to gather an input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .test_layer_state import HIDDEN, INNER, close, whole
 
 @on_ranks(2)
 def test_own_sizes_are_not_loaded_into_others(group: ProcessGroup, tmp_path: Path) -> None:
-    """Into a layer with as long a shard on the longest rank, so that the shapes would fit."""
+    """The other layer's longest shard has the same length, so the shapes would fit."""
     torch.manual_seed(8)
     layer, same, other = (
         fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group, feature_sizes=sizes)
@@ -40,7 +40,7 @@ def test_own_sizes_are_not_loaded_into_others(group: ProcessGroup, tmp_path: Pat
     same.load_state_dict(read["model"])
     assert torch.equal(same.weight.to_local(), layer.weight.to_local())
     before = {name: whole(value).clone() for name, value in other.state_dict().items()}
-    # DCP's error is no Exception.
+    # DCP's error is not an Exception.
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: model\.padded_sizes_2_7"):
         dcp.load({"model": other.state_dict()}, checkpoint_id=tmp_path, process_group=group)
     for strict in (True, False):
@@ -69,7 +69,7 @@ def test_functions_take_a_ranks_own_part_of_a_layer(group: ProcessGroup) -> None
 
 
 def whole_in_each_way(group: ProcessGroup) -> dict[str, Tensor]:
-    """The gradient of a part of x, all of which a layer takes: by each way to have it whole."""
+    """Return the gradient of this rank's part of x, for each way to gather x before a layer."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     torch.manual_seed(9)
     layers = {
@@ -95,7 +95,7 @@ def whole_in_each_way(group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def test_copies_that_are_gathered_have_a_gradient_each(pool: RankPool) -> None:
-    """docs/sharding.md: before a layer that takes a whole tensor as one, `all_gather` counts a gradient once a rank."""
+    """docs/sharding.md: before a layer that takes a whole tensor, `all_gather` counts the gradient once a rank."""
     for found in pool.run(whole_in_each_way, world_size=3):
         once = found.pop("by the layer")
         close(found.pop("gathered"), 3 * once, "gathered")
@@ -104,7 +104,7 @@ def test_copies_that_are_gathered_have_a_gradient_each(pool: RankPool) -> None:
 
 
 class Pair(nn.Module):
-    """Two linears of one input."""
+    """Two linears with one input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Pair(nn.Module):
 
 
 def by_function(mesh: DeviceMesh, weight: nn.Parameter, rows: slice) -> nn.Module:
-    """What multiplies by this rank's part of a weight."""
+    """Return a module that multiplies by this rank's part of a weight."""
     module = nn.Module()
     module.weight = weight
     module.forward = lambda x: fusedtp.all_gather_linear(x, module.weight.to_local()[rows], group=mesh)  # type: ignore[method-assign, operator]
@@ -123,7 +123,7 @@ def by_function(mesh: DeviceMesh, weight: nn.Parameter, rows: slice) -> nn.Modul
 
 
 def holders_of_weights(mesh: DeviceMesh) -> dict[str, nn.Module]:
-    """Modules of HIDDEN features whose weights are DTensors."""
+    """Return modules of HIDDEN features whose weights are DTensors."""
     options: dict[str, Any] = {"group": mesh}
     uneven = [INNER] + [0] * (mesh.size() - 1)
     layer, frozen = (fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options) for _ in range(2))
@@ -183,20 +183,20 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def test_a_weight_that_is_changed_before_backward_is_refused(
     group: ProcessGroup, world_size: int, is_compiled: bool
 ) -> None:
-    """And one that was not is not."""
+    """An unchanged weight is accepted."""
     mesh, wrong = DeviceMesh.from_group(group, "cpu"), []
     for name, module in holders_of_weights(mesh).items():
-        # Compiling each takes a second, and one of each kind has another graph.
+        # Compiling each takes a second; these three have different graphs.
         if is_compiled and name not in ("column", "group", "function"):
             continue
         if is_compiled and isinstance(module, Pair):
-            # Moved, as a model is.
+            # Converted, as models are moved.
             module.double().float()
         call = torch.compile(module, backend="aot_eager") if is_compiled else module
         for what, change in CHANGES.items():
             if what.endswith("step") and name == "frozen":
                 continue
-            # A compiled call checks by the same code.
+            # A compiled call has the same check.
             if is_compiled and what not in ("nothing", "in place"):
                 continue
             x = torch.randn(4, HIDDEN, requires_grad=True)
@@ -216,7 +216,7 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
 
 @on_ranks(2)
 def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> None:
-    """A DTensor given to styles, changed in place; what hooks save as a copy is right, a checkpoint is refused."""
+    """An input DTensor changed in place is refused, and so is a checkpoint; copies that hooks save are right."""
     mesh = DeviceMesh.from_group(group, "cpu")
     linear = parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel())
     norm = parallelize_module(nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel(sequence_dim=0))
@@ -243,7 +243,7 @@ def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> No
 
 @on_ranks(2, timeout=120)
 def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
-    """Put in place by assign=True: whole, or with another placement."""
+    """assign=True has put whole parameters, or another placement, in place."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for name, module in holders_of_weights(mesh).items():
         if not isinstance(module, fusedtp.ParallelMLP | fusedtp.FSDPLinear | nn.Linear | Pair) and name != "column":
@@ -269,7 +269,7 @@ def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
 
 
 def seeded_unlike(group: ProcessGroup) -> list[Tensor]:
-    """What every rank has whole, where each has a seed of its own."""
+    """Return the parameters that every rank has whole, with a different seed on each rank."""
     torch.manual_seed(group.rank())
     layers = [kind(HIDDEN, INNER, group=group) for kind in (fusedtp.RowParallelLinear, fusedtp.FSDPLinear)]
     mlp = fusedtp.ParallelMLP(HIDDEN, INNER, group=group, device="meta").to_empty(device="cpu")
@@ -285,7 +285,7 @@ def test_what_ranks_have_whole_is_the_first_ranks(pool: RankPool) -> None:
 
 @on_ranks()
 def test_layers_meet_the_group_that_they_were_made_for(group: ProcessGroup) -> None:
-    """A descending mesh, whose group has its ranks ascend; a pickled layer where its group's name is another's."""
+    """A descending mesh, whose group has ascending ranks; a pickled layer whose group's name is now another group's."""
     reversed_mesh = DeviceMesh("cpu", torch.arange(group.size()).flip(0), mesh_dim_names=("tp",))
     for make in (
         lambda: fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=reversed_mesh),

@@ -1,4 +1,4 @@
-"""What torch does to a model's parameters, done to layers: each must be what it is for the same dense layer.
+"""torch's operations on a model's parameters give the same result for layers and for the dense layer.
 
 Checkpoints between numbers of ranks, dense states in and out, clip_grad_norm_, optimizers, FSDP2 on the other axis,
 copies, dtypes, layers made on meta.
@@ -35,13 +35,13 @@ from fusedtp.bench.ranks import RankPool
 
 from .harness import on_ranks
 
-# Features of which 2 and 4 ranks have unlike shards; over 4 ranks the last has none of INNER's 9.
+# Feature counts that split unevenly over 2 and 4 ranks; with 4 ranks the last has none of INNER's 9.
 HIDDEN, INNER, ROWS = 6, 9, 8
 OPTIONS = {"foreach": False, "lr": 0.02, "weight_decay": 0.1}
 
 
 class Dense(nn.Module):
-    """The model in one process, with parameters under the names and in the order of the parallel one."""
+    """The model in one process; parameter names and order are those of the parallel model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Dense(nn.Module):
         return y
 
     def state(self) -> dict[str, Tensor]:
-        """As the parallel model's whole state."""
+        """Return the state in the form of the parallel model's whole state."""
         gate, up = self.gate_up
         stacked = {f"mlp.gate_up_proj.{key}": torch.stack([getattr(each, key).data for each in (gate, up)])  # type: ignore[list-item]
                    for key in ("weight", "bias")}  # fmt: skip
@@ -68,7 +68,7 @@ class Dense(nn.Module):
 
 
 class Parallel(nn.Module):
-    """A layer of each kind, tokens split over the ranks."""
+    """One layer of each kind, with tokens split over the ranks."""
 
     def __init__(self, group: ProcessGroup | DeviceMesh, device: str = "cpu") -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def mine(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def close(got: Tensor, expected: Tensor, name: str) -> None:
-    """float32, a few matmuls of less than ten terms, a few steps."""
+    """Compare float32 results of a few steps of a few matmuls with less than ten terms."""
     torch.testing.assert_close(got, expected, rtol=2e-4, atol=2e-5, msg=lambda text: f"{name}: {text}")
 
 
@@ -112,7 +112,7 @@ def trained(
     model: nn.Module, group: ProcessGroup | None, optimizer: torch.optim.Optimizer, steps: int, clip: float | None,
     share: float = 1,
 ) -> list[float]:  # fmt: skip
-    """The gradient's norm at every step; the loss is a share of the sum over all rows, each rank's its own."""
+    """Train and return the gradient's norm at every step. The loss is `share` times the sum over this rank's rows."""
     norms = []
     for step in range(steps):
         x, target = inputs(step)
@@ -128,7 +128,7 @@ def trained(
 
 
 def styled(group: ProcessGroup, seed: int) -> nn.Module:
-    """Plain linears under styles, tokens split over the ranks."""
+    """Return plain linears under styles, with tokens split over the ranks."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     into, out = {"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}
     plan: dict[str, Any] = {"0": fusedtp.FusedColwiseParallel(**into), "2": fusedtp.FusedRowwiseParallel(**out)}
@@ -173,7 +173,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def after(group: ProcessGroup, ours: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], Tensor]:
-    """The whole state, and y here after one more step."""
+    """Return the whole state, and this rank's y after one more step."""
     now = copy.deepcopy(whole(state(ours, optimizer)))
     trained(ours, group, optimizer, 1, 1.0)
     with torch.inference_mode():
@@ -195,7 +195,7 @@ def load(group: ProcessGroup, kind: str, path: str) -> tuple[dict[str, Any], Ten
 
 
 def load_plain(group: ProcessGroup, kind: str, path: str) -> dict[str, Tensor]:
-    """Into a model that knows nothing of ranks."""
+    """Load into a model without ranks."""
     loaded = {"model": dense(1).state() if kind == "layers" else plain(1).state_dict()}
     dcp.load(loaded, checkpoint_id=path, process_group=group)
     return loaded["model"]
@@ -203,7 +203,7 @@ def load_plain(group: ProcessGroup, kind: str, path: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", ["layers", "styles"])
 def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
-    """Parameters and AdamW's moments arrive bit by bit; the next step and its outputs are the same."""
+    """Parameters and AdamW's moments are equal bit by bit; so are, within rounding, outputs after one more step."""
     replies = pool.run(save, kind, str(tmp_path), world_size=2)
     saved, y = replies[0][0], torch.cat([reply[1] for reply in replies])
     for world_size in (4, 1):
@@ -219,14 +219,14 @@ def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("world_size", [4, 1])
 @on_ranks()
 def test_dense_states(group: ProcessGroup, world_size: int) -> None:
-    """A whole state out, into a model of another seed on the ranks, and by load_state_dict of DTensors."""
+    """Export a whole state, import it into a model with another seed, and load DTensors by load_state_dict."""
     options = StateDictOptions(full_state_dict=True)
     ours, expected = model(group, 3), dense(3).state()
     out = get_model_state_dict(ours, options=options)
     assert set(out) == set(expected)
     for key, value in expected.items():
         assert torch.equal(out[key], value), key
-    # Rank 0's state is sent to the whole world.
+    # Broadcasting from rank 0 needs all ranks of the world.
     for broadcast in (False, True) if world_size == dist.get_world_size() else (False,):
         other = model(group, 4)
         given = copy.deepcopy(expected) if not broadcast or group.rank() == 0 else {}
@@ -240,7 +240,7 @@ def test_dense_states(group: ProcessGroup, world_size: int) -> None:
 
 
 def with_fsdp(on_meta: bool) -> nn.Module:
-    """FSDP2 over one axis, our layers over the other."""
+    """Return our layers over one axis, with FSDP2 over the other."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
     ours = model(mesh["tp"], 5, "meta" if on_meta else "cpu")
     layers = (ours.up, ours.down, ours.mix, ours.mlp.gate_up_proj, ours.mlp.down_proj)
@@ -299,7 +299,7 @@ def test_copies_dtypes_and_meta(group: ProcessGroup) -> None:
     close(y_double.float(), y, "y in float64")
     y_double.sum().backward()
     assert {p.grad.dtype for p in double.parameters() if p.grad is not None} == {torch.float64}
-    # Made without values, which draws none, then with those of the same seed.
+    # A model on meta draws no random values; reset_parameters draws those of the seed.
     empty, drawn = model(group, 6, "meta").to_empty(device="cpu"), torch.rand(1)
     torch.manual_seed(6)
     assert torch.equal(drawn, torch.rand(1))
@@ -320,7 +320,7 @@ def test_gate_and_up_are_cut_along_their_rows(group: ProcessGroup) -> None:
     x = inputs(0)[0]
     y, expected = ours(x), plain(x)
     assert torch.equal(y, expected)
-    # Equal on all ranks, and averaged.
+    # Gradients are equal on all ranks, and averaged.
     for each in (y, expected):
         each.sum().backward()
     for (name, p), ref in zip(ours.named_parameters(), plain.parameters(), strict=True):

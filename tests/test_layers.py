@@ -27,7 +27,7 @@ KINDS = ("column", "column, x whole", "row", "row, y whole", "fsdp")
 
 
 def lopsided(length: int, world_size: int) -> tuple[int, ...]:
-    """Shards of very different lengths, some of them empty."""
+    """Return shards of very different lengths, some of them empty."""
     sizes = [0] * world_size
     for i in range(length):
         sizes[i * i % world_size] += 1
@@ -35,11 +35,11 @@ def lopsided(length: int, world_size: int) -> tuple[int, ...]:
 
 
 def check(out: Tensor | None, ref: Tensor | None, name: str, dtype: torch.dtype, longest: int, num_sums: int) -> None:
-    """|out - ref| against what `num_sums` matmuls in a row may leave, ref being float64.
+    """Check out against the float64 ref within the error of `num_sums` matmuls in a row.
 
-    A sum of L terms errs by at most L eps times the sum of their magnitudes, which for terms of random signs is about
-    sqrt(L) times the deviation of the result; the largest result stands for that deviation. At the sizes here that is
-    1e-4 of it in float32, and 1e-12 in float64; a term missed or taken twice leaves tens of percent.
+    A sum of L terms errs by at most L eps times the sum of their magnitudes. For terms of random signs that is about
+    sqrt(L) times the deviation of the result, estimated by the largest result. At these sizes the bound is 1e-4 of it
+    in float32 and 1e-12 in float64; a missing or doubled term leaves tens of percent.
     """
     assert out is not None, f"{name} is missing"
     assert ref is not None, f"{name} has no reference"
@@ -54,7 +54,7 @@ def part(whole: Tensor, dim: int | None, rank: int, sizes: Sequence[int]) -> Ten
 
 
 def local(p: Tensor, dim: int | None, size: int) -> Tensor:
-    """This rank's part of a parameter or a gradient, of which `size` along `dim` are not padding."""
+    """Return this rank's part of a parameter or gradient, without the padding behind `size` along `dim`."""
     assert isinstance(p, DTensor)
     assert p.placements == ((Replicate() if dim is None else Shard(dim)),)
     value = p.to_local()
@@ -68,11 +68,12 @@ def against(
     group: ProcessGroup, name: str, layer: nn.Module, dense: nn.Module, pieces: Callable[[bool], dict[str, Tensor]],
     cuts: dict[str, int | None], sizes: dict[int | None, Sequence[int]], shapes: Sequence[Sequence[int]], num_sums: int,
 ) -> None:  # fmt: skip
-    """Compare initial values, then twice in a row y, dx and gradients, which are added to the first turn's.
+    """Compare initial values, then in two turns y, dx and gradients; the second turn's gradients accumulate.
 
-    - `pieces`: this rank's parts of the dense parameters by the layer's names, or of their gradients.
-    - `cuts`: the dim along which x, y and each parameter is split. `sizes`: the ranks' lengths along a dim of x and y,
-      and under None those of a parameter. `shapes`: of x and y.
+    - `pieces`: this rank's parts of the dense parameters, or of their gradients, by the layer's names.
+    - `cuts`: the split dim of x, y and each parameter.
+    - `sizes`: the ranks' lengths along a dim of x and y, or (key None) of parameters.
+    - `shapes`: of x and y.
     """
     rank, features = group.rank(), sizes[None]
 
@@ -145,7 +146,7 @@ def linear(
 @pytest.mark.parametrize(("dtype", "world_size"), spread([torch.float64, torch.float32], [1, 2, 3, 4]), ids=str)
 @on_ranks()
 def test_linears_against_nn_linear(group: ProcessGroup, world_size: int, dtype: torch.dtype) -> None:
-    # Of several numbers of ranks each has a third.
+    # Each number of ranks has a third of the cases.
     every = list(itertools.product(("unfused", "decomposed"), KINDS, (0, 1), (True, False), (False, True)))
     for schedule, kind, dim, bias, uneven in every if LARGE else every[world_size % 3 :: 3]:
         linear(group, kind, 0 if kind == "fsdp" else dim, bias, dtype, uneven, schedule)
@@ -158,7 +159,7 @@ def test_linears_in_one_kernel(group: ProcessGroup) -> None:
 
 
 class DenseMLP(nn.Module):
-    """What ParallelMLP shards, its linears in the order in which it draws them."""
+    """The dense form of ParallelMLP, with linears in the order in which it draws them."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool, activation: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class DenseMLP(nn.Module):
 
 
 def shards(dense: DenseMLP, rank: int, sizes: Sequence[int], *, grad: bool) -> dict[str, Tensor]:
-    """ParallelMLP's parameters (or their gradients) on one rank, by name."""
+    """Return ParallelMLP's parameters (or their gradients) on one rank, by name."""
     out: dict[str, Tensor] = {}
     wide = [dense.up_proj] if dense.gate_proj is None else [dense.gate_proj, dense.up_proj]
     name = "up_proj" if dense.gate_proj is None else "gate_up_proj"
@@ -207,7 +208,7 @@ def mlp(
     along, shape = dim if sequence_parallel else None, (length, BATCH) if dim == 0 else (BATCH, length)
     cuts = {"x": along, "y": along, "down_proj.weight": 1, "down_proj.bias": None}
     cuts |= {f"{name}.{key}": dim for name, dim in (("up_proj", 0), ("gate_up_proj", 1)) for key in ("weight", "bias")}
-    # Forward and backward in a row; the two matmuls' errors of each pass through the activation between them.
+    # Forward and backward have two matmuls each, and errors pass through the activation between them.
     against(
         group, name, layer, dense, lambda of_grads: shards(dense, rank, features, grad=of_grads), cuts,
         {dim: rows, None: features}, [(*shape, hidden)] * 2, 4,
@@ -224,7 +225,7 @@ def test_mlp_against_the_unsharded_one(group: ProcessGroup, world_size: int, dty
 
 
 def counted(group: ProcessGroup) -> list[tuple[str, int]]:
-    """The ops of one SwiGLU forward and backward, in order, with the number of their products."""
+    """Return the ops of one SwiGLU forward and backward in order, with the number of their products."""
     seen: list[tuple[str, int]] = []
     run = Ready.run
 
@@ -239,7 +240,7 @@ def counted(group: ProcessGroup) -> list[tuple[str, int]]:
 
 
 def test_swiglu_gathers_its_input_once_each_way(pool: RankPool) -> None:
-    """Backward: dy gathered once; x gathered once for both dw, beside the scatter of the sum of both dx."""
+    """Backward gathers dy once, and x once for both dw, beside the scatter of the sum of both dx."""
     forward = [("all_gather_matmul", 1), ("matmul_reduce_scatter", 1)]
     backward = [("all_gather_matmul", 2), ("matmul_reduce_scatter", 3)]
     assert pool.run(counted, world_size=4) == [forward + backward] * 4

@@ -1,6 +1,6 @@
-"""An interruption before any line of any op that is driven from the host, on one of two ranks: the numbers are right,
-or both ranks have an error, and after `destroy` the next op is right. Here is a spread; `nox -s faults`
-(FUSEDTP_FAULTS=all) takes every line.
+"""An interruption before any line of any host-driven op, on one of two ranks: the numbers are right, or both ranks have
+an error, and after `destroy` the next op is right. This is a sample; `nox -s faults` (FUSEDTP_FAULTS=all) takes every
+line.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ numbers = itertools.count()
 
 
 def descriptors(group: ProcessGroup) -> int:
-    """How many this process has open, with no memory of ours left."""
+    """Return the number of open descriptors after all our memory is freed."""
     fusedtp.destroy()
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
 def run(pool: RankPool, every: list[Lines]) -> tuple[int, int]:
-    """How many interruptions, and after how many of them every number was right."""
+    """Return the number of interruptions, and after how many of them every number was right."""
     count = right = 0
     for each in every:
         name = f"lines/{next(numbers)}"
@@ -52,14 +52,14 @@ def test_an_interruption_at_any_line_of_an_op(pool: RankPool, rank: int) -> None
     cases = HOST_DRIVEN if ALL else HOST_DRIVEN[rank::2]
     spread = [Lines(name, "a workspace", rank, 1 + i % every, every) for i, name in enumerate(cases)]
     count, right = run(pool, spread)
-    # Where nothing has been sent yet, or everything, nobody notices.
+    # If nothing or everything has been sent, no rank notices.
     assert 0 < right < count
 
 
 @pytest.mark.parametrize("within", ["apply", "call", "alone", "begin", "enter", "leave", "end"])
 def test_an_interruption_where_an_op_begins_and_ends(pool: RankPool, within: str) -> None:
-    """Line by line: there it has been sent, and may have been counted."""
-    # A collective alone is not applied.
+    """Every line: there the op has been sent, and may have been counted."""
+    # A plain collective never runs `apply`.
     case = f"decomposed: {'scatter rows' if within == 'apply' else 'all_reduce, one shot'}"
     count, _ = run(pool, [Lines(case, "a workspace", rank, within=within) for rank in (0, 1)])
     assert count >= 8
@@ -74,5 +74,5 @@ def test_an_interruption_while_memory_is_made(pool: RankPool, meets: str) -> Non
     left = pool.run(descriptors)
     count, right = run(pool, spread)
     assert 0 < right < count
-    # An interrupted call may hold on to what it has, not the process.
+    # An interrupted call may keep resources for a while, but the process must not.
     assert pool.run(descriptors) == left

@@ -1,6 +1,6 @@
-"""What a graph capture will start is loaded by the eager call before it, whichever way that takes; and what is refused
-where a kernel starts. Kernels are interpreted here: which are started, and with what, is what is looked at. Through
-Triton's own launcher: `test_emulated_launch.py`.
+"""The eager call before a graph capture loads all kernels that the capture will start, and kernel launches refuse wrong
+devices. Kernels are interpreted; these tests record which kernels start, with which arguments. Through Triton's own
+launcher: `test_emulated_launch.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Starts = list[tuple[Any, ...]]
 
 
 def described(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    # What a kernel is compiled for, and more: numbers as they are, tensors by what the compiler knows of them.
+    # More than the compile key: numbers with their values, tensors by what the compiler knows of them.
     return kernel.fn.__name__, grid, tuple(map(known, args)), tuple(sorted(options.items()))
 
 
@@ -52,13 +52,13 @@ def known(x: Any) -> Any:
         return tuple(map(known, x))
     if isinstance(x, constexpr):
         return "constant", x.value
-    # A fingerprint is what it is for this call and no other.
+    # Each call has its own fingerprint.
     return "fingerprint" if isinstance(x, int) and abs(x) >= 2**31 else x
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[tuple[Starts, Starts]]:
-    """What is started and what is loaded inside."""
+    """Record the kernels that are started and loaded inside."""
     started: Starts = []
     loaded: Starts = []
     start = loading._starter
@@ -79,7 +79,7 @@ def watched() -> Iterator[tuple[Starts, Starts]]:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What is ready loads for captures, of which there are none now."""
+    """Pretend that calls run on a GPU and load kernels for captures, while none is running."""
     on_gpu = property(lambda ready: True, lambda ready, value: None)
     with (
         mock.patch.object(Workspace, "loads_for_capture", True),
@@ -102,7 +102,7 @@ CALLS: dict[str, Callable[..., Tensor]] = {
 
 
 def train(name: str, x: Tensor, w: Tensor, **given: Any) -> list[Tensor]:
-    """The call's result and gradients."""
+    """Return the call's result and gradients."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
     y = CALLS[name](x, w, **given)
     y.backward(torch.ones_like(y))
@@ -110,7 +110,7 @@ def train(name: str, x: Tensor, w: Tensor, **given: Any) -> list[Tensor]:
 
 
 def loads(group: ProcessGroup, by: str, name: str) -> list[str]:
-    """Kernels that a capture of this call starts and that neither the eager one started nor any load had loaded."""
+    """Return the kernels that a capture of this call starts but that the eager call neither started nor loaded."""
     ws = registry.get(group, CPU)
     random = torch.Generator().manual_seed(group.rank())
     x, w = torch.randn(SIZES[group.rank()], 8, generator=random), torch.randn(6, 8, generator=random)
@@ -136,7 +136,7 @@ def loads(group: ProcessGroup, by: str, name: str) -> list[str]:
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("by", ["auto", "copy"])
 def test_what_a_capture_starts_is_loaded_before(pool: RankPool, by: str, name: str) -> None:
-    """Forward and backward, where `auto` is decomposed when eager, and where what is gathered is copied."""
+    """Forward and backward, with an eager `auto` that is decomposed, and with gathers that are copied."""
     pool.run(forget)
     assert pool.run(loads, by, name, world_size=2) == [[], []]
 
@@ -154,7 +154,7 @@ def makes_room(group: ProcessGroup) -> None:
 
 
 def test_room_for_a_capture_is_made_before(pool: RankPool) -> None:
-    """A capture cannot grow memory, and kernels have a signal a tile where library matmuls have one a part."""
+    """A capture cannot grow memory, and kernels need one signal for each tile, library matmuls one for each part."""
     pool.run(forget)
     pool.run(makes_room, world_size=2)
     pool.run(forget)
@@ -173,7 +173,7 @@ def rank() -> Iterator[Workspace]:
 
 
 def test_tensors_of_another_device_are_refused(rank: Workspace) -> None:
-    """By what starts kernels, and by an op before it begins."""
+    """The launch of a kernel refuses them, and so does an op before it begins."""
     x, kernel = SimpleNamespace(is_cuda=True, device=torch.device("cuda:1")), mock.MagicMock()
     current, refusal = mock.patch.object(torch.cuda, "current_device", return_value=0), r"on cuda:1 .*set_device\(1\)"
     with mock.patch.object(loading, "INTERPRETED", False), current, pytest.raises(ValueError, match=refusal):
@@ -208,7 +208,7 @@ def test_a_product_that_sends_nothing_is_the_librarys(group: ProcessGroup) -> No
 
 
 class Count(TorchDispatchMode):
-    """Operators that run inside."""
+    """Count the operators that run inside."""
 
     num_ops = 0
 
@@ -219,7 +219,7 @@ class Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_sum_on_a_gpu_is_one_launch_a_term(num_ranks: int) -> None:
-    """Of a rank's part of 8192 x 8192 in bfloat16. (Of shapes alone: what is not a CPU's is a GPU's.)"""
+    """For a rank's part of 8192 x 8192 in bfloat16, on meta: tensors that are not on a CPU take the GPU's path."""
     parts = [torch.empty(8192 // num_ranks, 8192, dtype=torch.bfloat16, device="meta") for _ in range(num_ranks)]
     out = torch.empty_like(parts[0])
     with Count() as count:
@@ -229,7 +229,7 @@ def test_a_sum_on_a_gpu_is_one_launch_a_term(num_ranks: int) -> None:
 
 
 def test_what_a_side_stream_reads_is_not_reused_before() -> None:
-    """A shard that had to be laid out anew is read by copies when the op has let go of it."""
+    """Copies still read a shard's contiguous copy after the op has released it."""
     recorded, x = [], torch.empty(4, 3, dtype=torch.bfloat16)
     ws = mock.MagicMock(rank=0, world_size=2, device=torch.device("cuda:0"))
     ws.view.return_value = torch.empty(4, 8, dtype=torch.bfloat16)

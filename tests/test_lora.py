@@ -1,4 +1,4 @@
-"""peft's LoRA on a decoder that `parallelize` splits: losses, every adapter's gradient, merges, against one process."""
+"""peft's LoRA on a decoder that `parallelize` splits, compared with one process: losses, gradients, merges."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = [
     pytest.mark.skipif(
         find_spec("peft") is None or find_spec("transformers") is None, reason="needs peft and transformers"
     ),
-    # peft asks transformers for an attribute of an old name.
+    # peft reads a deprecated attribute of transformers.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
     pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
 ]
 
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# 45 features lie unevenly on two ranks.
+# 45 features split unevenly over two ranks.
 CASES: dict[str, tuple[str, list[str] | str, dict[str, Any], dict[str, Any]]] = {
     "every linear": ("Llama with one key head", [*LLAMA, "embed_tokens", "lm_head"], {}, {"intermediate_size": 45}),
     "tied": ("Llama, tied", ["q_proj", "embed_tokens", "down_proj"], {}, {}),
@@ -43,12 +43,12 @@ CASES: dict[str, tuple[str, list[str] | str, dict[str, Any], dict[str, Any]]] = 
     "attention alone": ("Mixtral", ["q_proj", "o_proj"], {}, {}),
     "norms": ("Llama", ["input_layernorm", "norm"], {}, {}),
 }
-# Whole sequences with what depends on them: a vocabulary's parts, packed linears, norms.
+# Cases that also run with whole sequences: split vocabularies, packed linears, norms.
 WHOLE = ("every linear", "packed", "norms")
 
 
 def adapted(name: str, **more: Any) -> Any:
-    """The model of that case, with adapters of random values, in training: dropouts drop."""
+    """Return the case's model in training mode, with adapters of random values; dropout is active."""
     import peft
 
     kind, targets, options, changes = CASES[name]
@@ -66,7 +66,7 @@ def adapted(name: str, **more: Any) -> Any:
 
 
 def outputs_of(model: nn.Module, **options: Any) -> Any:
-    """From one random state: a dropout of tokens, or features, that are split drops what one process would drop."""
+    """Call the model from a fixed random state: dropout of split tokens or features equals that of one process."""
     torch.manual_seed(22)
     tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(23))
     return model(input_ids=tokens, labels=tokens, **options)
@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, **options: Any) -> Any:
 
 
 def logits_of(model: nn.Module, **options: Any) -> Any:
-    # Logits that are all wrong were once seen to have the right loss, in six digits.
+    # Entirely wrong logits were once seen with the right loss, to six digits.
     return outputs_of(model, **options).logits
 
 
@@ -91,12 +91,12 @@ def learn_alike(model: nn.Module, dense: nn.Module) -> None:
 
 
 def put_on_later(dense: Any, model: Any, rank: int) -> None:
-    """A second adapter, others made of two, several in one batch, and one that is loaded."""
+    """Compare a second adapter, weighted combinations, two adapters in one batch, and a loaded adapter."""
     from peft.tuners.lora import layer
     from peft.utils.hotswap import hotswap_adapter
 
     class OtherOrder(set[Any]):
-        # Ranks of a pool are forks of one process, whose sets have one order. Those of torchrun have different ones.
+        # Ranks of a pool are forks, whose sets have the same order; ranks of torchrun have sets in different orders.
         def __iter__(self) -> Any:
             return iter(sorted(super().__iter__(), reverse=rank > 0))
 
@@ -104,7 +104,7 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
     config = copy.deepcopy(dense.peft_config["default"])
     config.init_lora_weights, config.modules_to_save = False, None
     for each in both:
-        # What the first rank draws counts.
+        # The first rank's random values count.
         torch.manual_seed(24 if each is dense or rank == 0 else 99)
         each.add_adapter("second", config)
         each.set_adapter("second")
@@ -133,7 +133,7 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
             model.load_adapter(f"{folder}/second", name)
             model.set_adapter(name)
             close(logits_of(model), logits_of(dense), f"loaded as {name}")
-        # Of packed linears peft misses the names; of embeddings it knows none.
+        # peft finds no names of packed linears and ignores embeddings.
         if not saved and not any(".parts." in key or "embedding_A" in key for key, _ in model.named_parameters()):
             for each in both:
                 for key, parameter in each.named_parameters():
@@ -145,14 +145,14 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
 
 
 def merged_and_back(dense: Any, model: Any) -> None:
-    """Adapters switched off, merged into the weights, and taken out again."""
+    """Compare with adapters disabled, merged into the weights, and unmerged."""
     with dense.disable_adapter(), model.disable_adapter():
         close(logits_of(model), logits_of(dense), "without adapters")
     for step in ("merge_adapter", "unmerge_adapter"):
         for each in (dense, model):
             getattr(each, step)()
         close(logits_of(model), logits_of(dense), step)
-        # Of merged adapters, peft takes each out at its linear's first call.
+        # peft unmerges each adapter at its linear's first call.
         with dense.disable_adapter(), model.disable_adapter():
             close(logits_of(model), logits_of(dense), f"without adapters after {step}")
     dense, model = dense.merge_and_unload(safe_merge=True), model.merge_and_unload(safe_merge=True)
@@ -197,7 +197,7 @@ def test_merged_before_it_is_split(group: ProcessGroup, name: str) -> None:
 
 @on_ranks(2)
 def test_put_on_afterwards(group: ProcessGroup) -> None:
-    """What a rank's part of a linear would get wrong is refused; what every rank has whole is as ever."""
+    """Adapters of split linears are refused; adapters of replicated modules work as usual."""
     import peft
 
     mesh = mesh_of(group)
@@ -235,9 +235,9 @@ def test_put_on_afterwards(group: ProcessGroup) -> None:
 
 @on_ranks(2)
 def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
-    """Ranks share one key head: each has a term of the gradient of a prefix. Other heads are split, a prefix is not.
+    """With one shared key head each rank has one term of a prefix's gradient. If heads are split, the prefix is not.
 
-    A prompt goes through the model: right.
+    A prompt passes through the model and works.
     """
     import peft
 
@@ -248,7 +248,7 @@ def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
         options = {"sequence_parallel": sequence_parallel}
         dense, model = one_head, fusedtp.parallelize(copy.deepcopy(one_head), mesh_of(group), **options)
         for each in (dense, model):
-            # Two segments, through a cache that the model itself has filled, with gradients.
+            # Two segments, with gradients through a cache that the model has filled.
             each.zero_grad()
             cache = each(input_ids=tokens[:, :5], use_cache=True).past_key_values
             each(input_ids=tokens[:, 5:], past_key_values=cache).logits.square().sum().backward()

@@ -1,4 +1,4 @@
-"""An arena is mapped as long as anything shows it, and no longer; it goes with its group, whoever destroys that."""
+"""An arena is mapped exactly as long as anything refers to it; it goes with its group, whoever destroys the group."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def reduce(group: ProcessGroup) -> bool:
 
 
 def locals_of(error: BaseException) -> list[torch.Tensor]:
-    """Every tensor that a traceback with locals would show."""
-    # Not of the test itself: what its frame is asked for it keeps.
+    """Return every tensor that a traceback with locals would show."""
+    # Skip the test's own frame, which would keep its locals.
     assert error.__traceback__ is not None
     tensors, traceback = [], error.__traceback__.tb_next
     while traceback is not None:
@@ -39,7 +39,7 @@ def locals_of(error: BaseException) -> list[torch.Tensor]:
 
 
 def kept_error(group: ProcessGroup) -> bool:
-    """An exception of an op outlives `destroy`, and is shown with its locals."""
+    """Check that an exception of an op outlives `destroy`, with tensors among its locals."""
     fusedtp.destroy()
     gc.collect()
     assert reduce(group)
@@ -58,7 +58,7 @@ def kept_error(group: ProcessGroup) -> bool:
         del caught
     else:
         fusedtp.destroy(group)
-    # All of it can still be read and written.
+    # All of the memory can still be read and written.
     assert float(view.sum()) == 7 * 256
     assert all(int(each.sum()) >= 0 for each in kept)
     words[signal.BUDGET_MS.value] = 5
@@ -76,13 +76,13 @@ def test_what_an_exception_shows_stays_mapped(pool: RankPool) -> None:
 
 
 def failed_in_backward(group: ProcessGroup) -> int:
-    """What is still mapped when a failed backward's workspace is destroyed and nobody has its error or its tensors."""
+    """Return the mappings left after a failed backward, once its workspace is destroyed and its error is gone."""
     fusedtp.destroy()
     gc.collect()
     others = mappings()
 
     def step() -> None:
-        # Rank 1 wants no gradient of x, and makes another op.
+        # Rank 1 needs no gradient of x, so it makes another op.
         x, weight = torch.ones(3, 6, requires_grad=group.rank() == 0), torch.ones(4, 6, requires_grad=True)
         y = fusedtp.all_gather_linear(x, weight, group=group, schedule="decomposed")
         with pytest.raises(fusedtp.RanksDisagree):
@@ -99,7 +99,7 @@ def test_a_failed_backward_leaves_nothing_mapped(pool: RankPool) -> None:
 
 
 def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int, int]]:
-    """(descriptors, threads, mappings) before and after groups that only torch.distributed has destroyed."""
+    """Return (descriptors, threads, mappings) before and after groups that only torch.distributed has destroyed."""
 
     def held() -> tuple[int, int, int]:
         gc.collect()
@@ -115,7 +115,7 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
         if layers:
             fusedtp.ParallelMLP(4, 4, group=made, schedule="decomposed")(X).sum().backward()
         assert fusedtp.all_gather_linear(X, weight, group=made, schedule="decomposed").shape == (4 * len(ranks), 2)
-        # A layer keeps its group, as it may be used again; nothing else does.
+        # Only a layer keeps its group, as the layer may be used again.
         dist.barrier(made)
         dist.destroy_process_group(made)
 
@@ -133,11 +133,11 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
 def test_groups_that_torch_destroys_leave_nothing(pool: RankPool, layers: bool) -> None:
     for before, after in pool.run(destroyed_by_torch, layers):
         assert after == before
-        # DTensor's tables of shardings keep the first mesh that they have seen of those that compare equal.
+        # DTensor's sharding caches keep the first of several equal meshes.
         assert layers or after[2] == 0
 
 
-# Words of a header by which ops decide, and what is written there before a call by `fused` and by `decomposed`.
+# Header words that decide, and the values written to them before a call by `fused` and by `decomposed`.
 STRAY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "ARRIVED": ((1, -1), (2**31 - 1,)), "GIVEN_UP": ((1, 2, -1), (2, 2**31 - 1)), "TICKETS": ((2,), (2,)),
     "EPOCH": ((1, -1), (5,)), "LEFT": ((1, 2, -1), (2, 2**31 - 1)), "GROWING": ((1, 2, -1), (2, 2**31 - 1)),
@@ -146,7 +146,7 @@ STRAY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 def strayed(group: ProcessGroup) -> dict[str, str]:
-    """What comes of a call after something has written into a word of rank 0's header."""
+    """Return the outcome of a call after a stray write to a word of rank 0's header."""
     said, x = {}, torch.ones(4, 8)
     for name, by_schedule in STRAY.items():
         for schedule, values in zip(("fused", "decomposed"), by_schedule, strict=True):
@@ -172,7 +172,7 @@ def strayed(group: ProcessGroup) -> dict[str, str]:
 
 
 def test_a_stray_write_to_the_epoch_is_noticed(pool: RankPool) -> None:
-    """And to another word that decides: no rank returns what is not the sum."""
+    """The same for other words that decide: no rank returns a wrong sum."""
     said, others = pool.run(strayed, world_size=2)
     assert "wrong" not in (*said.values(), *others.values())
     for what in ("ARRIVED 1 fused", "GIVEN_UP 2 fused", "GIVEN_UP -1 fused", "TICKETS 2 decomposed"):

@@ -1,4 +1,4 @@
-"""Ranks that mean different things are told so, by every schedule over shared memory: never a wrong number."""
+"""Ranks that mean different things are told so by every schedule over shared memory; no rank gets a wrong number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ X, W = ones(3, 6), ones(5, 6)
 
 
 class Here:
-    """One rank, and the functions with operands that fit but for those given."""
+    """One rank, and functions whose default operands are valid."""
 
     def __init__(self, group: ProcessGroup, schedule: str) -> None:
         self.group, self.schedule = group, schedule
@@ -71,7 +71,7 @@ class Here:
 
 
 all_gather, all_reduce, reduce_scatter = fusedtp.all_gather, fusedtp.all_reduce, fusedtp.reduce_scatter
-# A call that differs on one of three ranks where `odd`, and what is said on all of them.
+# A call that differs on one of three ranks if `odd`, and the message on all ranks.
 # fmt: off
 CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "rows to gather": (
@@ -124,7 +124,7 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "scales": (
         lambda h, odd: h.gather(*(scaled(each, "mxfp8" if odd else "rowwise") for each in (X, W))),
         "do not agree on scales: of rows, or of the tensor on rank 0, of blocks on rank 1"),
-    # Of which one tells the largest magnitudes first.
+    # One of the recipes exchanges the largest magnitudes first.
     **{f"recipe {other}": (
         lambda h, odd, other=other: h.gather(float8=other if odd else "rowwise"),
         f"float8=rowwise on rank 0, ... float8={other} on rank 1") for other in ("rowwise_with_gw_hp", "tensorwise")},
@@ -141,10 +141,10 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
 
 
 def disagreed(group: ProcessGroup, schedule: str) -> dict[str, str]:
-    """The error of each call, after one that is alike everywhere; all destroy what failed."""
+    """Return the error of each call, made after a call that agrees; all ranks destroy after an error."""
     fusedtp.set_timeout(SECONDS, group)
     found, here = {}, Here(group, schedule)
-    # Interpreted kernels are slow, and compare one number, however it was made.
+    # Interpreted kernels are slow, and compare one fingerprint only.
     every = list(CALLS.items())
     for name, (call, _) in every[::3] if schedule == "fused" and not LARGE else every:
         call(here, False)
@@ -177,7 +177,7 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
 REDUCED = Task(op.ALL_REDUCE, {"a": (3, 4)}, torch.float32)
 GATHERED = Task(op.ALL_GATHER_MATMUL, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, (3, 3))
 SUMMED = Task(op.MATMUL_ALL_REDUCE, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, norm=op.RMS_NORM, eps=1e-6)
-# By field, a task and what else a rank may mean by that one.
+# For each field: a task, and another value of the field.
 OTHERWISE: dict[str, tuple[Task, object]] = {
     "op": (REDUCED, op.ALL_GATHER), "shapes": (REDUCED, {"a": (3, 5)}), "dtype": (REDUCED, torch.bfloat16),
     "sizes": (GATHERED, (3, 4)), "dim": (GATHERED, 1), "transposed": (GATHERED, True), "algorithm": (REDUCED, "ring"),
@@ -185,7 +185,7 @@ OTHERWISE: dict[str, tuple[Task, object]] = {
     "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),
     "norm": (SUMMED, op.LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
 }  # fmt: skip
-# Fields that ranks may mean each by itself, and why.
+# Fields that may differ between ranks, and why.
 OWN = {"keeps": "a rank keeps its products for its own gradients, and they do not travel"}
 
 
@@ -209,10 +209,10 @@ def test_all_that_is_said_of_tasks_is_of_a_field() -> None:
 
 
 def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:
-    """An op that rank `late` is still leaving when the others come to the next one, which rank 1 means otherwise:
-    whether the first one is right, and what the second one says.
+    """Let rank `late` still leave an op when the others make the next op, in which rank 1 differs. Return whether the
+    first op is right, and the error of the second.
 
-    Of the others each sends to one peer only, so rank 1 finds out in a wait, and other waits follow.
+    The other ranks send to one peer only, so rank 1 notices in a wait, and other waits follow.
     """
     fusedtp.set_timeout(SECONDS, group)
     rank, leave = group.rank(), HostSteps.leave
@@ -242,7 +242,7 @@ def test_the_op_before_is_right_on_a_rank_that_is_late(pool: RankPool, late: int
 def test_a_rank_that_has_not_come_yet_is_waited_for_a_little(
     monkeypatch: pytest.MonkeyPatch, seconds: float | None
 ) -> None:
-    """It says what it means when it comes; or it is gone, and the others do not wait out their budget for it."""
+    """The late rank's values are read when it comes; if it is gone, the others do not wait out their timeout."""
     monkeypatch.setattr(agreement, "GRACE_SECONDS", 0.6)
     places = [torch.zeros(agreement.TEXT_BYTES, dtype=torch.uint8) for _ in range(2)]
     agreement.say(places[0], {"M": "3"})
@@ -255,14 +255,14 @@ def test_a_rank_that_has_not_come_yet_is_waited_for_a_little(
 
 
 def uneven(group: ProcessGroup, schedule: str) -> list[str]:
-    """Plain tokens of a sequence-parallel style, 7 over 2 ranks, whose lengths torch takes to be even; and a rank that
-    has to grow its memory where the other has not.
+    """Check plain tokens of a sequence-parallel style, 7 over 2 ranks, though torch takes lengths to be even; and a
+    rank that must grow its memory while the other need not.
     """
     fusedtp.set_timeout(5.0, group)
     said, rank, say = [], group.rank(), agreement.say
 
     def late(*args: Any) -> None:
-        # Whoever finds out first is long in saying what it meant.
+        # The first rank to notice is slow to publish its values.
         time.sleep(0.1 * rank)
         say(*args)
 
@@ -280,7 +280,7 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
             pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught,
         ):
             call()
-        # A kernel that waits for one that grows finds out when its budget is spent, and tells the other then.
+        # A kernel that waits for a growing peer notices at its timeout, and then tells the peer.
         assert time.monotonic() - begin < SECONDS
         said.append(str(caught.value))
         fusedtp.destroy(group)
@@ -295,13 +295,13 @@ def test_lengths_that_are_not_those_of_the_others(pool: RankPool, schedule: str)
     assert "do not agree on sizes: (4, 4) on rank 0, (3, 3) on rank 1" in tokens[0]
     assert growth[0] == growth[1]
     assert "do not agree on sizes: (4, 4) on rank 0, (4004, 4004) on rank 1" in growth[0]
-    # Whoever is told first may have called destroy before the other has looked.
+    # The first rank to be told may call destroy before the other has looked.
     assert any("do not agree on the bytes of an arena" in each for each in both_grow)
     assert all("do not agree" in each or "has called fusedtp.destroy" in each for each in both_grow)
 
 
 def late_gradient(group: ProcessGroup) -> str:
-    """A gradient that only rank 0 wants, and what it is told."""
+    """Return the error of a backward that only rank 0 makes."""
     fusedtp.set_timeout(0.5, group)
     x = torch.ones(4, 6, requires_grad=group.rank() == 0)
     y = fusedtp.all_gather_linear(x, torch.ones(5, 6), group=group, schedule="decomposed")

@@ -1,4 +1,4 @@
-"""Whom a rank names that has waited in vain, from what the ranks' headers say."""
+"""The rank that a timeout names, from the ranks' headers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORLD_SIZE = 4
 def says(
     *, waits_for: int | None = None, has_it: bool = False, gave_up_on: int | None = None, left: int = 0
 ) -> list[int]:
-    """A header at epoch 7, in its eighth op, waiting in slot 2."""
+    """Return a header at epoch 7, in the eighth op, waiting in slot 2."""
     words = [0] * (signal.SIGNALS.value + 3 * WORLD_SIZE)
     words[signal.EPOCH.value] = 7
     words[signal.LEFT.value] = left
@@ -26,14 +26,14 @@ def says(
 
 
 def grows(behind: int) -> list[int]:
-    """The same, before its eighth op, until rank `behind` comes to grow the workspace too."""
+    """Return a header before the eighth op, waiting for rank `behind` to grow the workspace."""
     words = says(waits_for=behind)
     words[signal.WAITING_SLOT.value], words[signal.GROWING.value] = signal.GROWTH_SLOT.value, 1
     return words
 
 
 BUSY = says()
-# (what ranks 0, 1 and 2 say, whom rank 3 names that has waited for rank 2)
+# (headers of ranks 0, 1 and 2; the rank that rank 3 names after waiting for rank 2)
 NAMED = {
     "nobody says anything": ((BUSY, BUSY, BUSY), 2),
     "each waits for the one before": ((BUSY, says(waits_for=0), says(waits_for=1)), 0),
@@ -54,7 +54,7 @@ def test_who_is_named(case: str) -> None:
 
 
 def test_garbage_in_a_header_names_who_was_waited_for() -> None:
-    """Whatever a peer has written into its own memory: no other exception, and a rank that there is."""
+    """Arbitrary words in a peer's memory raise no other exception, and the named rank exists."""
     words = [[seed * 2654435761 % 2**32 - 2**31 for seed in range(rank, rank + len(BUSY))] for rank in range(3)]
     for value in (-5, WORLD_SIZE + 1, 2**31 - 1):
         waits = says(waits_for=0)

@@ -1,4 +1,4 @@
-"""Whoever is interrupted while something is made for later calls is in the mode that he was in, then and afterwards."""
+"""An interruption while cached data is made leaves the autograd mode as it was."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .soak import interruptions
 from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
-# And torch's own, where a signal strikes too.
+# torch's own files too, as a signal may strike there.
 FILES = (torch_private.__file__, workspace.__file__, grad_mode.__file__, _contextlib.__file__)
 
 
 def struck(number: int, call: Callable[[], object]) -> KeyboardInterrupt | None:
-    """What `call` raises where a KeyboardInterrupt is raised before its line `number`."""
+    """Raise a KeyboardInterrupt before line `number` of `call`, and return what `call` raises."""
     return interruptions.struck(number, call, lambda frame: frame.f_code.co_filename in FILES)[1]
 
 
@@ -39,7 +39,7 @@ def test_an_interruption_leaves_the_mode_as_it_was(what: str, entered: Callable[
     (memory,) = local_memories(1, CPU)
     ws = Workspace(memory, CPU)
     make = {"view": lambda: ws.view(0, 1, 0, (2, 2), torch.float32), "table": lambda: ws.table((2,))}[what]
-    # What is there already takes no part in the collections below, one a line.
+    # Keep existing objects out of the collections below, of which there is one for each line.
     gc.freeze()
     try:
         for number in itertools.count(1):
@@ -52,7 +52,7 @@ def test_an_interruption_leaves_the_mode_as_it_was(what: str, entered: Callable[
             assert mode() == (True, False), f"line {number}"
             if error is None:
                 break
-            # With it go the frames, and what they had.
+            # The frames and their locals go with the exception.
             del error
             gc.collect()
             assert mode() == (True, False), f"line {number}, when the exception is gone"

@@ -1,6 +1,7 @@
-"""Files mutated at random: refused with file and place, or taken for what they are; no traceback, no hang.
+"""Randomly mutated files: refused with file and place, or read correctly; no traceback, no hang.
 
-20 of each kind here, 1,000 with FUSEDTP_SOAK=large (nox -s soak). What is taken is used as the commands use it.
+20 mutations of each kind here, 1,000 with FUSEDTP_SOAK=large (nox -s soak). Readable files are used as the commands use
+them.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from .mutations import of_bytes, of_cell, of_json
 MakeRow = Callable[..., Measurement]
 
 EXAMPLES = 1000 if LARGE else 10
-# A command draws for seconds, a page takes a tenth of one.
+# A command draws for seconds, a page for a tenth of a second.
 EVERY, PAGES = (500, 10) if LARGE else (EXAMPLES, 5)
 SECONDS = 60
 MACHINE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123456789ab", False)
-# What no JSON file of ours is as a whole, and of whose bytes it is not known which was wrong.
+# Errors about a JSON file as a whole, which name no key.
 WHOLE = ("the whole must be", "brackets in brackets", "is there twice", "not a regular file")
 KEY = (r"[\w\])'}] (is missing|is not known|must be|is empty|has no|is already)", *WHOLE)
 
 
 class TookTooLong(BaseException):
-    """No handler of errors takes it for one."""
+    """No error handler catches this exception."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def console() -> Console:
 
 
 def refused(error: str, path: Path, *place: str) -> None:
-    """The file is named, and in it a line, a column or a key."""
+    """Check that the error names the file, and a line, column or key in it."""
     assert str(path) in error
     assert len(error) < 2000, len(error)
     assert any(re.search(each, error) for each in (r"\bline \d", *place)), error
@@ -76,9 +77,10 @@ def taken(
     path: Path, how: Callable[..., Any], read: Callable[[Path], Any], is_free: Callable[[bytes, Any], bool],
     places: tuple[str, ...] = KEY,
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
-    """Mutate the file, and yield a number and what was read, if it was; each of them has its own time.
+    """Mutate the file; yield the mutation's number and the content read, or None if refused. Each mutation has its own
+    timeout.
 
-    A value that was mutated may be taken only where it is free.
+    A mutated value may only be accepted if it is free.
     """
     content = path.read_bytes()
     for number in range(EXAMPLES):
@@ -114,7 +116,7 @@ def read_table(path: Path) -> tuple[tuning.Table, str]:
 
 
 def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
-    """A schedule, a dtype or a number of ranks fewer is a smaller table."""
+    """Return whether the mutation removed a schedule, dtype or number of ranks, which leaves a smaller valid table."""
     holder = json.loads(made)
     for key in place[:-1]:
         holder = holder[key]
@@ -124,7 +126,7 @@ def left_out(made: bytes, place: tuple[Any, ...]) -> bool:
 
 
 def decided(table: tuning.Table) -> None:
-    """Whatever a table says, every op is decided."""
+    """Check that every op is decided, whatever the table says."""
     sizes = ((0, 5), (1, 1), (300, 7), (1 << 20, 1 << 15))
     for op, dtype, n, size in itertools.product(OPS, ("float32", "bfloat16"), (2, 7, 256), sizes):
         made = tuning.decide(table, None, op, dtype, n, *size, ("decomposed", "unfused"))
@@ -153,7 +155,7 @@ def test_tables_at_their_limits_are_decided() -> None:
     most, least = tuning.hardware.MOST_RATE, tuning.hardware.LEAST_RATE
     for bits in range(64):
         tflops, memory, host, flag, start, gbps = (bits >> place & 1 for place in range(6))
-        # An eighth of them has every pair of ends.
+        # This eighth contains every pair of ends.
         if not LARGE and (flag, start, gbps) != (tflops ^ memory, tflops ^ host, memory ^ host):
             continue
         rates = {"matrix_tflops": {"float32": most if tflops else least}, "memory_gbps": most if memory else least}
@@ -194,12 +196,12 @@ def test_rows_at_random(
         if number % EVERY == 0:
             command("report", path, code=None)
             command("compare", path, path, code=None)
-    # Of matplotlib, about a name in letters that its font has not.
+    # Warnings of matplotlib, about letters that its font lacks.
     assert all("Glyph" in str(each.message) for each in recwarn.list)
 
 
 def used(found: list[Measurement], right: list[Measurement], paged: bool) -> None:
-    """Every table that is made of rows, but for pictures; on the page too, if `paged`."""
+    """Make every table of the rows, except pictures; with `paged` the page too."""
     assert all(row.op in cases.OPS and row.direction in cases.DIRECTIONS for row in found)
     times = [row.median_ms for row in found if row.median_ms is not None]
     assert all(math.isfinite(time) and time > 0 for time in times)
@@ -230,7 +232,7 @@ def test_timelines(how: Callable[..., Any], make_row: MakeRow, tmp_path: Path) -
     store.write(table, rows(make_row)[:4])
 
     def is_free(made: bytes, place: tuple[Any, ...]) -> bool:
-        # The machine, and what Perfetto shows of an event, are not read.
+        # Readers ignore the machine, and the labels that Perfetto shows.
         return place[:1] == ("otherData",) or bool({"name", "sort_index", "displayTimeUnit", "args"} & {*place})
 
     for number, found in taken(path, how, timeline.read, is_free):
@@ -256,8 +258,8 @@ def test_baselines(how: Callable[..., Any], tmp_path: Path) -> None:
     assert regress.read(path, MACHINE).ratios == ratios
 
     def is_free(made: bytes, place: tuple[Any, ...]) -> bool:
-        # A driver or a version may be the very change that is judged, and a case may have another name; beside these
-        # all that is not read is free: the rest is pytest-benchmark's own words.
+        # A driver or a version may be the very change under test, and a case may have another name. Readers ignore the
+        # rest, which belongs to pytest-benchmark.
         is_read = {"benchmarks", "param", "stats", "median", "min", "max"}
         return any(isinstance(part, str) and part not in is_read for part in place) or place[-1:] == ("param",)
 

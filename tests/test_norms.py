@@ -1,4 +1,4 @@
-"""FusedNormParallel: what a norm of each rank's tokens, or heads, makes is that of the whole; so are its gradients."""
+"""FusedNormParallel: a norm of each rank's tokens, or heads, equals the whole norm; so do its gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FEATURES = 6
 
 
 class OwnNorm(nn.Module):
-    """As models write them: its scale is 1 + weight."""
+    """A norm as models write it, with a scale of 1 + weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def made(name: str) -> nn.Module:
 @pytest.mark.parametrize(("name", "schedule"), spread(list(NORMS), ["auto", "unfused"]))
 @on_ranks(3)
 def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> None:
-    """Tokens split unevenly: rank 0 has one more."""
+    """Tokens are split unevenly: rank 0 has one more."""
     style = FusedNormParallel(sequence_dim=0, use_local_output=True, schedule=schedule)
     dense, norm = made(name), parallelize_module(made(name), mesh_of(group), style)
     assert isinstance(norm, type(dense))
@@ -69,7 +69,7 @@ def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> Non
     dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).double()
     mine = slice(0, 3) if group.rank() == 0 else slice(2 * group.rank() + 1, 2 * group.rank() + 3)
     whole, part = x.clone().requires_grad_(), x[mine].clone().requires_grad_()
-    # Compiling takes longer than all else here.
+    # Compiling is the slowest part of this test.
     compiled = name in ("LayerNorm", "own", "without parameters")
     for call in (norm, torch.compile(norm, fullgraph=True, backend="aot_eager") if compiled else norm):
         expected, y = dense(whole), call(part)
@@ -84,7 +84,7 @@ def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> Non
             assert isinstance(parameter.grad, DTensor), key
             assert parameter.grad.placements == (Replicate(),)
             torch.testing.assert_close(parameter.grad.to_local(), reference.grad)
-        # Evaluation in between.
+        # Evaluation between training steps.
         with torch.inference_mode():
             torch.testing.assert_close(norm(part.detach()), dense(x)[mine])
     torch._dynamo.reset()
@@ -98,7 +98,7 @@ def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> Non
 
 @on_ranks(2)
 def test_as_torchs_style(group: ProcessGroup) -> None:
-    """What torch's SequenceParallel returns of the same input, plain or in another layout, and by the same defaults."""
+    """Equals torch's SequenceParallel for the same input, plain or in another layout, with the same defaults."""
     mesh = mesh_of(group)
     x = torch.randn(2, 2 * group.size(), FEATURES, generator=torch.Generator().manual_seed(6)).double()
     part = x.chunk(group.size(), 1)[group.rank()]
@@ -127,7 +127,7 @@ def test_as_torchs_style(group: ProcessGroup) -> None:
 
 
 class Attention(nn.Module):
-    """As torchtitan's: it reads the length of its input."""
+    """Attention as in torchtitan: it reads the length of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """The embedding, a layer, and the head of a decoder."""
+    """A decoder of an embedding, one layer and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,9 +160,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(("changed", "length"), [("", 7), ("gather", 6), ("gather", 7), ("norms", 6)])
 @on_ranks(2)
 def test_a_plan_of_torchs_word_for_word(group: ProcessGroup, changed: str, length: int) -> None:
-    """A plan of torch's, as torchtitan writes it, with our class names; with a FusedGroup in place of the gather; with
-    torch's norms.
-    """
+    """A plan as in torchtitan with our class names; also with a FusedGroup as the gather, and with torch's norms."""
     mesh = mesh_of(group)
     torch.manual_seed(8)
     dense = Block().double()
@@ -196,7 +194,7 @@ def test_a_plan_of_torchs_word_for_word(group: ProcessGroup, changed: str, lengt
 @pytest.mark.parametrize("length", [7, 1])
 @on_ranks(2)
 def test_a_dropout(group: ProcessGroup, length: int) -> None:
-    """As in one process from the same random state, which stays the same on every rank, tokens divide or not."""
+    """Equals one process from the same random state, which stays equal on all ranks, even if tokens do not divide."""
     mesh = mesh_of(group)
     for options, training in (({}, True), ({"use_local_output": True}, True), ({}, False)):
         style = FusedNormParallel(**options)

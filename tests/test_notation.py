@@ -1,4 +1,4 @@
-"""The sharding notation: what it accepts, its normal form, and where it points when it refuses."""
+"""The sharding notation: accepted specs, their normal form, and the position in errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_normal_form(text: str, normal: str) -> None:
     assert parse(normal) == parse(text)
 
 
-# The caret's place is given by a second string below the first.
+# A second string below the first marks the caret's position.
 REFUSED = [
     ("", "^", "expected '['"),
     ("[M, K] @ [K, N]", "               ^", "expected '->'"),

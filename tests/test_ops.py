@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("within_bounds")
 CPU = torch.device("cpu")
 Option = int | str
 
-# What is gathered or scattered (0 rows, 1 the other dim), or by which algorithm.
+# The gathered or scattered dim (0 rows, 1 the other dim), or the algorithm.
 _ALGORITHMS: dict[str, tuple[str, ...]] = {
     "matmul_all_reduce": ("one_shot", "two_shot", "auto"),
     "all_gather": ("direct", "ring", "auto"),
@@ -46,7 +46,7 @@ _ALGORITHMS: dict[str, tuple[str, ...]] = {
 }
 _DIMS = [(op, dim) for op in ("all_gather_matmul", "matmul_reduce_scatter") for dim in (0, 1)]
 VARIANTS: dict[str, list[tuple[str, Option]]] = {
-    # `auto` is one of the other two; it is drawn where ops are mixed.
+    # `auto` equals one of the other two; only mixed ops draw it.
     "fused": [*_DIMS, *((op, each) for op, all_of in _ALGORITHMS.items() for each in all_of if each != "auto")],
     "decomposed": [*_DIMS, *((op, each) for op, all_of in _ALGORITHMS.items() for each in all_of if each != "ring")],
     "unfused": [*_DIMS, *((op, "auto") for op in _ALGORITHMS)],
@@ -56,10 +56,10 @@ DTYPES = {
     "decomposed": ["float32", "bfloat16", "float16", "float64"],
     "unfused": ["float32", "bfloat16", "float16", "float64"],
 }
-# Around the interpreter's tiles of 64 and beyond two of them.
+# Around the interpreter's tiles of 64, and beyond two tiles.
 LENGTHS = (65, 0, 33, 7, 90, 64, 131, 1)
 SMALL_LENGTHS = (17, 50, 0, 33, 3)
-# Many tiles, pieces and swizzle groups a program at sizes that the interpreter can bear.
+# Many tiles, pieces and swizzle groups for each program, at sizes that the interpreter can run.
 SMALL_TILES = Config(
     block_m=16, block_n=16, block_k=16, group_m=2, programs=3, pushers=2, copy_rows=8, copy_cols=16,
     strip_rows=8,
@@ -69,7 +69,7 @@ LAYOUTS = ("plain", "transposed", "sliced", "strided")
 
 @dataclass(frozen=True)
 class Call:
-    """One op on a[M, K] @ b[K, N] (collectives: on [M, N]), each length split over the ranks."""
+    """One op on a[M, K] @ b[K, N] (collectives: on [M, N]), with each length split over the ranks."""
 
     schedule: str
     op: str
@@ -84,7 +84,7 @@ class Call:
 
 
 class Operands:
-    """A call's operands on one rank, and what it must give there."""
+    """A call's operands on one rank, and its expected result there."""
 
     def __init__(self, call: Call, rank: int) -> None:
         self.call = call
@@ -95,7 +95,7 @@ class Operands:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=random).to(dtype)
 
-        # A backend sums in the operands' dtype, and a ring sends its running sum in it; all else sums in float32.
+        # A backend sums in the operands' dtype, and a ring sends running sums in that dtype; all else sums in float32.
         sum_dtype = dtype if call.schedule == "unfused" or call.option == "ring" else torch.float32
         chunk = reference.chunk
         self.b = self.bias = None
@@ -112,7 +112,7 @@ class Operands:
             a, b, bias = normal(M, K), normal(K, N), normal(N) if call.bias else None
             k_sizes = call.k_sizes
             if call.op == "all_gather_matmul":
-                # B is this rank's own, as many columns as it likes; the contraction is not cut by a rounding.
+                # b is this rank's own, with any number of columns; the contraction is not split by a rounding.
                 b = chunk(b, 1, rank, call.n_sizes)
                 bias = None if bias is None else chunk(bias, 0, rank, call.n_sizes)
                 self.a = chunk(a, call.option, rank, call.m_sizes if call.option == 0 else k_sizes)
@@ -138,7 +138,7 @@ class Operands:
             self.options["sizes"] = others if call.option == 1 else call.m_sizes
 
     def issue(self, group: ProcessGroup) -> Tensor:
-        """The task on these operands."""
+        """Run the task on these operands."""
         return direct.one(self.call.op, self.call.schedule, group, *self.given, **self.options)
 
     def check(self, out: Tensor, name: str) -> None:
@@ -150,7 +150,7 @@ class Operands:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """x with other strides and offset; NaN lies in every gap, so that reading it shows."""
+    """Return x with other strides and offset. Gaps are NaN, so that reading them shows."""
     rows, cols = x.shape
     if layout == "plain":
         return x.clone(memory_format=torch.contiguous_format)
@@ -169,11 +169,11 @@ def _small_enough(rows: int, cols: int, *_: object, **__: object) -> str:
 
 @contextlib.contextmanager
 def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
-    """Ways to run the same schedules: other tiles, any chunk by chunk, as on a GPU (pushing, its steps as kernels)."""
+    """Run the same schedules in another way: small tiles, chunk by chunk, or pushed as on a GPU, by host or kernels."""
     with contextlib.ExitStack() as stack:
         if flavour == "small tiles":
             stack.enter_context(mock.patch.object(fused, "config_for", return_value=SMALL_TILES))
-            # `auto` has both its choices at the sizes drawn here.
+            # `auto` takes both algorithms at the sizes drawn here.
             stack.enter_context(mock.patch.object(transport, "way_of", _small_enough))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
@@ -188,7 +188,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def by_kernels(ws: Workspace) -> Iterator[None]:
-    """The host's steps are those of a GPU."""
+    """Replace the host's steps by those of a GPU."""
     steps = ws.steps
     assert isinstance(steps, HostSteps)
     ws.steps = DeviceSteps(ws)
@@ -201,7 +201,7 @@ def by_kernels(ws: Workspace) -> Iterator[None]:
 
 
 def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: bool) -> None:
-    """All calls in a row on one workspace, then all checks. A `fresh` one must grow, and its epoch soon wraps."""
+    """Make all calls in a row on one workspace, then check all. A `fresh` one must grow, and its epoch soon wraps."""
     if fresh:
         registry.destroy(group)
         registry.get(group, CPU, epoch=2**31 - 3)
@@ -214,7 +214,7 @@ def run_calls(group: ProcessGroup, calls: Sequence[Call], flavour: str, fresh: b
 
 @st.composite
 def splits(draw: st.DrawFn, world_size: int, lengths: Sequence[int]) -> tuple[int, ...]:
-    """A length and how the ranks share it: evenly, anyhow, or all of it on one rank."""
+    """Draw a length and its split: even, random, or all on one rank."""
     length = draw(st.sampled_from(lengths))
     cuts = draw(
         st.one_of(st.none(), st.lists(st.integers(0, length), min_size=world_size - 1, max_size=world_size - 1))
@@ -229,7 +229,7 @@ def splits(draw: st.DrawFn, world_size: int, lengths: Sequence[int]) -> tuple[in
 def calls(
     draw: st.DrawFn, world_size: int, schedule: str, dtype: str, variant: tuple[str, Option], lengths: Sequence[int]
 ) -> Call:
-    """A call of one variant."""
+    """Draw a call of one variant."""
     m_sizes, n_sizes, k_sizes = (draw(splits(world_size, lengths)) for _ in range(3))
     layout = st.tuples(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS))
     return Call(
@@ -240,7 +240,7 @@ def calls(
 
 @st.composite
 def any_calls(draw: st.DrawFn, world_size: int, schedules: Sequence[str], lengths: Sequence[int]) -> Call:
-    """A call of any op on one of `schedules`."""
+    """Draw a call of any op on one of `schedules`."""
     schedule = draw(st.sampled_from(schedules))
     variants = VARIANTS[schedule] + [(op, "auto") for op in _ALGORITHMS]
     return draw(
@@ -249,7 +249,7 @@ def any_calls(draw: st.DrawFn, world_size: int, schedules: Sequence[str], length
 
 
 def bounded(max_examples: int) -> settings:
-    """The same examples on every run. The failing call is named by its rank; shrinking could mean a timeout a step."""
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could time out often."""
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
         verbosity=Verbosity.quiet, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -257,7 +257,7 @@ def bounded(max_examples: int) -> settings:
 
 
 def lengths_for(dtype: str) -> tuple[int, ...]:
-    """LENGTHS from another start for each dtype: the first example of all, where every length is the first, differs."""
+    """Return LENGTHS rotated by dtype, so that the first example, with all lengths equal to the first, differs."""
     start = 2 * DTYPES["unfused"].index(dtype)
     return LENGTHS[start:] + LENGTHS[:start]
 
@@ -265,7 +265,7 @@ def lengths_for(dtype: str) -> tuple[int, ...]:
 def run_every_variant(pool: RankPool, schedule: str, dtype: str, world_size: int, data: st.DataObject) -> None:
     variants = data.draw(st.permutations(VARIANTS[schedule]))
     drawn = [data.draw(calls(world_size, schedule, dtype, each, lengths_for(dtype))) for each in variants]
-    # A call that is made again has been prepared. Of interpreted kernels one after the other is another op's.
+    # A repeated call is a prepared call. Interpreted kernels are slow: consecutive calls are of different ops.
     turns = 1 if schedule == "fused" and not LARGE else 2
     twice = [replace(each, seed=each.seed + turn) for each in drawn for turn in range(turns)]
     for flavour in ("plain", "by chunk") if schedule == "decomposed" else ("plain",):
@@ -302,14 +302,14 @@ def test_ops_interleaved(pool: RankPool, flavour: str, world_size: int, data: st
 @bounded(1)
 @given(data=st.data())
 def test_decomposed_as_on_a_gpu(pool: RankPool, flavour: str, world_size: int, data: st.DataObject) -> None:
-    # Kernels and host share one workspace, and with it the epoch, whoever drives the op.
+    # Kernels and host steps share one workspace, and so the epoch.
     schedules = ["decomposed"] if flavour == "pushed" else ["decomposed", "decomposed", "decomposed", "fused"]
     drawn = data.draw(st.lists(any_calls(world_size, schedules, SMALL_LENGTHS), min_size=5, max_size=10))
     pool.run(run_calls, drawn, flavour, data.draw(st.booleans()), world_size=world_size, timeout=400.0)
 
 
 def collectives(group: ProcessGroup) -> set[str]:
-    """What `unfused` asks of the backend, by the names of c10d's operators."""
+    """Return the c10d operators that `unfused` calls."""
     x, sizes = torch.ones(4 * group.size(), 3), (4,) * group.size()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         direct.one("all_gather", "unfused", group, x[:4], sizes=sizes)
@@ -319,7 +319,7 @@ def collectives(group: ProcessGroup) -> set[str]:
 
 
 def test_unfused_ends_nothing_under_a_long_name(pool: RankPool) -> None:
-    """See `unfused.UnfusedGather.start`. A scatter is an all-reduce to gloo, whatever it is called here."""
+    """See `unfused.UnfusedGather.start`. gloo scatters by an all-reduce."""
     for names in pool.run(collectives, world_size=2):
         assert {"c10d::_allgather_base_", "c10d::allreduce_"} <= names
         assert not {"c10d::allgather_into_tensor_coalesced_", "c10d::allreduce_coalesced_"} & names

@@ -1,8 +1,8 @@
-"""The fused ops on virtual ranks in one process, phased: up to eight ranks, both producers, epochs that wrap, growth,
-halves full of NaN.
+"""The fused ops on virtual ranks in one process, in phases: up to eight ranks, both producers, epochs that wrap,
+growth, halves full of NaN.
 
-All ranks' kernels of a phase run one after another here, so an op that needed two ranks at once would time out. The
-ring is the one that does: it waits and signals in one kernel, and is left to real processes.
+All ranks' kernels of a phase run one after another, so an op that needed two ranks at once would time out. The ring
+needs that, as it waits and signals in one kernel, and is left to real processes.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .test_ops import LAYOUTS, Call, Operands
 from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")
-# What one op is on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
+# An op on virtual ranks: a function from workspace and rank to its phases; expected results and allowed errors by rank.
 Op = tuple[Callable[[Workspace, int], Generator[None, None, Tensor]], list[Tensor], list[Tensor]]
-# The task, and what is gathered or scattered (0 rows, 1 the other dim), or the algorithm.
+# The task, and the gathered or scattered dim (0 rows, 1 the other dim) or the algorithm.
 TASKS: dict[str, tuple[str, int | str]] = {
     "gather rows": ("all_gather_matmul", 0), "gather contraction": ("all_gather_matmul", 1),
     "scatter rows": ("matmul_reduce_scatter", 0), "scatter columns": ("matmul_reduce_scatter", 1),
@@ -40,7 +40,7 @@ TASKS: dict[str, tuple[str, int | str]] = {
     "two_shot": ("all_reduce", "two_shot"),
 }  # fmt: skip
 OPS = tuple(TASKS)
-# Those whose rows are sent by a producer; elsewhere the matmul itself stores to the peers.
+# Ops whose rows a producer sends; in other ops the matmul stores to the peers.
 PRODUCED = tuple(name for name in OPS if not name.startswith(("scatter rows", "scatter columns", "matmul")))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Make = Callable[..., list[Workspace]]
@@ -55,14 +55,14 @@ def _within_bounds(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """make(world_size, epoch=0) -> a workspace a virtual rank; closed at the end."""
+    """Return make(world_size, epoch=0), which makes one workspace for each virtual rank; all are closed at the end."""
     made: list[Workspace] = []
 
     def new(world_size: int, epoch: int = 0) -> list[Workspace]:
         ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
         made.extend(ranks)
         for ws in ranks:
-            # A wait that cannot end ends soon.
+            # A wait that cannot end times out soon.
             ws.set_timeout(2.0)
         return ranks
 
@@ -72,7 +72,7 @@ def make() -> Iterator[Make]:
 
 
 def uneven(length: int, world_size: int) -> tuple[int, ...]:
-    """Rank 1 has nothing, rank 0 a double share."""
+    """Return shards with none for rank 1 and two shares for rank 0."""
     share = list(even_sizes(length, world_size))
     share[0], share[1] = share[0] + share[1], 0
     return tuple(share)
@@ -81,7 +81,7 @@ def uneven(length: int, world_size: int) -> tuple[int, ...]:
 def problem(
     name: str, world_size: int, dtype: torch.dtype, seed: int, scale: int = 1, by: tuple[str, ...] = ("push",)
 ) -> Op:
-    """The op `name` on random operands of about 40 * scale by 20 by 30, sizes prime or nearly so.
+    """Return the op `name` on random operands of about 40 * scale by 20 by 30, with nearly prime sizes.
 
     by: the producer of each rank, in turn.
     """
@@ -92,7 +92,7 @@ def problem(
     call = Call("fused", op, option, str(dtype).removeprefix("torch."), *sizes, layouts, not twice, seed)
     ranks = [Operands(call, rank) for rank in range(world_size)]
     expected, allowed = [each.expected for each in ranks], [each.allowed for each in ranks]
-    # All rows of another tensor, multiplied with ones on a diagonal, so as they are.
+    # All rows of another tensor, multiplied by the identity matrix.
     rows, left = torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype), torch.eye(M, dtype=dtype)
     if twice:
         expected = [torch.cat([each.flatten(), rows.double().flatten()]) for each in expected]
@@ -113,14 +113,14 @@ def problem(
 def run(
     ranks: list[Workspace], name: str, dtype: torch.dtype, seed: int, scale: int = 1, by: tuple[str, ...] = ("push",)
 ) -> None:
-    """One op on all virtual ranks, its halves full of NaN before it, checked on each; the epoch moves on by one."""
+    """Run one op on all virtual ranks with halves full of NaN; check the results and that the epoch advances by one."""
     start, expected, allowed = problem(name, len(ranks), dtype, seed, scale, by)
     before = ranks[0].epoch
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
     for each in phases:
         next(each)
     for ws in ranks:
-        # After the growth that the first phase may bring. All bits set is NaN in every dtype.
+        # After growth in the first phase. All bits set is NaN in every dtype.
         arena = ws.view(ws.rank, 0, 0, (2, ws.half_bytes), torch.uint8)
         arena.fill_(0xFF)
     outs = run_together(phases)
@@ -137,10 +137,10 @@ def run(
      (3, "copy push")],
 )  # fmt: skip
 def test_every_op(make: Make, world_size: int, by: str) -> None:
-    """Sent by kernels, by copies, or by either: each rank chooses, and the slots are the same."""
+    """Sent by kernels, by copies, or by a mix: each rank chooses, and the slots are the same."""
     ranks, names = make(world_size), OPS if by == "push" else PRODUCED
     if world_size > 3 and not LARGE:
-        # Of more ranks every fourth op, where time counts: another fourth each.
+        # With more ranks, a different fourth of the ops for each number of ranks.
         names = names[(5, 4, 8).index(world_size) :: 4]
     for seed, name in enumerate(names):
         run(ranks, name, DTYPES[world_size % 3], seed, by=tuple(by.split()))
@@ -148,7 +148,7 @@ def test_every_op(make: Make, world_size: int, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["push", "copy"])
 def test_shards_in_many_pieces(make: Make, by: str) -> None:
-    """Pieces of a quarter of a tile, copies of two of them: shards of several tiles and of less than a piece."""
+    """Pieces of a quarter tile and copies of two pieces; shards of several tiles, and of less than a piece."""
     ranks = make(3)
     with mock.patch.object(producer, "PIECE_BYTES", 1), mock.patch.object(producer, "COPY_BYTES", 2 * 16 * 160):
         assert producer.piece_rows(160, launch.INTERPRETER) == 16
@@ -170,12 +170,12 @@ def test_epochs_wrap_around(make: Make) -> None:
 def test_two_ops_in_turn_use_both_halves(make: Make, first: str, second: str) -> None:
     ranks = make(3)
     for seed in range(5):
-        # first, second, first, first, second: each of them on each parity.
+        # first, second, first, first, second: each op on each parity.
         run(ranks, second if seed % 3 == 1 else first, torch.float32, seed)
 
 
 def test_growth_between_two_ops(make: Make) -> None:
-    """While epochs wrap."""
+    """Epochs wrap meanwhile."""
     ranks = make(4, 2**31 - 3)
     small = ranks[0].half_bytes
     run(ranks, "gather contraction", torch.float32, 0)
@@ -190,8 +190,8 @@ def test_growth_between_two_ops(make: Make) -> None:
 
 @pytest.mark.parametrize("name", OPS if LARGE else OPS[::2])
 def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
-    """Rank 0 makes room for the op and then does nothing: the others end, name it, and return no number instead."""
-    # The epoch to wait for is the smallest int32, and what lies in the signals the largest: it must not pass for later.
+    """Rank 0 makes room for the op and then does nothing: the others end, name rank 0, and return NaN in its place."""
+    # The awaited epoch is the smallest int32, and the signals hold the largest, which must not count as later.
     ranks = make(3, epoch=2**31 - 1)
     start, expected, _ = problem(name, 3, torch.float32, 0)
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
@@ -210,14 +210,14 @@ def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
         if name not in ("gather rows", "scatter and gather", "all_gather", "two_shot", "matmul two_shot")
         else late.any()
     )
-    # What did arrive is right, and the rest is not half right.
+    # Arrived data is right, and the rest is all NaN.
     reference.check(torch.where(late, expected[2].float(), out), expected[2], torch.full_like(expected[2], 1e-3), name)
 
 
 @pytest.mark.parametrize("name", OPS if LARGE else OPS[1::2])
 def test_what_comes_after_a_wait_given_up_is_nobodys_result(make: Make, name: str) -> None:
-    """Rank 0 gives up on rank 1, which is late, and as on a GPU goes on with what its host had issued already: two more
-    ops, whose rows lie where those of the first did. Rank 1 is told, and does not take them for those of the first.
+    """Rank 0 gives up on the late rank 1. As on a GPU its host has already issued two more ops, whose rows overwrite
+    those of the first. Rank 1 is told, and does not use those rows.
     """
     ranks = make(2)
     for ws in ranks:
@@ -239,7 +239,7 @@ def test_what_comes_after_a_wait_given_up_is_nobodys_result(make: Make, name: st
 
 
 def test_copies_leave_behind_their_peers_entry(make: Make) -> None:
-    """Behind copies the host ends the op, and raises itself: rank 0 has made room and done nothing."""
+    """After copies the host ends the op and raises the error itself; rank 0 has made room and done nothing."""
     ranks = make(2, epoch=2**31 - 1)
     start, _, _ = problem("gather rows", 2, torch.float32, 0, by=("copy",))
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]

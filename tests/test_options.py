@@ -1,6 +1,6 @@
-"""Every function with every option, schedule and dtype: results and gradients are those of one process in float64.
+"""Every function with every option, schedule and dtype: results and gradients equal one process in float64.
 
-Hypothesis draws the calls; PINNED has those that once were wrong, and one of each kind that a draw may leave out.
+Hypothesis draws the calls. PINNED has calls that once were wrong, and one of each kind that a draw may omit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .test_ops import bounded
 SCHEDULES = ("unfused", "decomposed", "fused")
 HOW = ("even", "lopsided", "on the last")
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-# The functions, each with an option: every one of them is drawn for every schedule and number of ranks.
+# Functions with an option each; every one is drawn for every schedule and number of ranks.
 KINDS = (
     *(("gather", {"activation": name}) for name in ACTIVATIONS),
     ("gather", {"count": 1}), ("gather", {"count": 3}), ("gather", {"count": 2}),
@@ -46,7 +46,7 @@ KINDS = (
 
 @st.composite
 def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) -> Case:
-    """A call of one kind; sizes beyond a tile of 64 columns."""
+    """Draw a call of one kind, with sizes beyond a tile of 64 columns."""
     activation, count = options.get("activation", ""), options.get("count", 0)
     dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
     width = st.sampled_from((70, 5, 37, 16, 1))
@@ -70,17 +70,17 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) ->
 
 
 PINNED = {
-    # Two tiles of columns: several pairs of gate and up for one program, which must make up behind its gate.
+    # Two tiles of columns: one program has several pairs of gate and up, and must compute up after its gate.
     "pairs of tiles": Case("gather", BF16, (9, 4), 1, "lopsided", widths=(70, 70), biased=(False,) * 2,
                            activation="swiglu"),
     "a gate of nothing": Case("gather", FP32, (9, 4), 0, "on the last", widths=(70, 70), biased=(True,) * 2,
                               activation="geglu"),
-    # A wrong digit of a formula is below 16 bits.
+    # Errors in a formula's digits are smaller than bfloat16's precision.
     **{f"{name} in float32": Case("gather", FP32, widths=(5,) * (1 + (name in GATED)),
                                   biased=(True,) * (1 + (name in GATED)), activation=name) for name in ACTIVATIONS},
-    # Of dw alone x is kept.
+    # Only dw needs x.
     "frozen x": Case("gather", FP32, (8,), frozen=("x",)),
-    # dx is the sum over all weights, of which one has no gradient and one no use.
+    # dx sums over all weights; one weight has no gradient, and one result is unused.
     "frozen and unused": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True), frozen=("w0",),
                               unused=(1,)),
     "features of the last rank": Case("gather", BF16, (7, 4), -1, "on the last", widths=(5, 40), biased=(False,) * 2),
@@ -93,10 +93,10 @@ PINNED = {
 
 
 def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk: bool) -> None:
-    """Check all cases; `by_chunk`, the few rows here are multiplied as they arrive, as many are."""
+    """Check all cases; with `by_chunk`, few rows are multiplied as they arrive, like many rows."""
     with mock.patch.object(decomposed, "FEW_ROWS", 0 if by_chunk else decomposed.FEW_ROWS):
         if by_chunk:
-            # What is known of these calls goes with the memory.
+            # Prepared calls go with the memory.
             fusedtp.destroy(group)
         for case in all_of:
             Operands(case, group).check(schedule, f"{schedule}, rank {group.rank()} of {group.size()}, {case}")
@@ -117,7 +117,7 @@ def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
 def test_results_and_gradients_are_right(
     pool: RankPool, schedule: str, world_size: int, data: st.DataObject
 ) -> None:  # fmt: skip
-    # Interpreted kernels take their time: each number of ranks has half of the kinds.
+    # Interpreted kernels are slow: each number of ranks has half of the kinds.
     kinds = KINDS[world_size % 2 :: 2] if schedule == "fused" and not LARGE else KINDS
     drawn = [data.draw(cases(schedule, *kind)) for kind in data.draw(st.permutations(kinds))]
     by_chunk = schedule == "decomposed" and world_size > 1
@@ -126,7 +126,7 @@ def test_results_and_gradients_are_right(
 
 
 def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
-    """An option sends nothing more; products are kept where a gradient is made of them, and made only there."""
+    """Check that an option sends nothing more, and that products are kept only for gradients."""
     for kind, options in KINDS[::3] if schedule == "fused" else KINDS:
         widths = (16,) * (2 if options.get("activation") in GATED else options.get("count", 1))
         how = {name: each for name, each in options.items() if name != "count"}
@@ -148,7 +148,7 @@ def sent_and_kept(group: ProcessGroup, schedule: str) -> None:
             kept = [each for each in forward.saved if each.data_ptr() not in own]
             if kind == "gather":
                 assert len(kept) == (len(widths) if name else 0), f"{kind}, {options}: a copy is kept"
-                # relu's result is what is kept; of the others the products.
+                # relu keeps its result; other activations keep the products.
                 results = {each.data_ptr() for each in outs}
                 assert all((each.data_ptr() in results) == (name in OF_RESULT) for each in kept)
             found.append((forward.calls, backward.calls))
@@ -173,7 +173,7 @@ ELSEWHERE = {
 
 
 def elsewhere(group: ProcessGroup, case: Case) -> None:
-    """Compiled whole, under torch.func, autocast, checkpointing and inference, on meta, with create_graph."""
+    """Check compiled, torch.func, autocast, checkpointed, inference, meta and create_graph calls."""
     operands = Operands(case, group)
     names, leaves = list(operands.given), list(operands.leaves().values())
     places = tuple(range(len(leaves)))
@@ -182,7 +182,7 @@ def elsewhere(group: ProcessGroup, case: Case) -> None:
         return tuple(operands.call("auto", dict(zip(names, leaves, strict=True))))
 
     def loss(*leaves: Tensor) -> Tensor:
-        # Of the whole results of an all-reduce, which are one tensor, ranks have the same loss.
+        # All ranks have the same results of an all-reduce, so they have the same loss.
         return torch.stack([out.square().sum() for out in call(*leaves)]).sum()
 
     expected, grads = call(*leaves), torch.autograd.grad(loss(*leaves), leaves)
@@ -216,15 +216,15 @@ def elsewhere(group: ProcessGroup, case: Case) -> None:
         assert {each.grad.dtype for each in floats if each.grad is not None} == {FP32}
 
 
-# Compiling takes its time; `rms_norm` has a residual, and `swiglu` several weights.
+# Compiling is slow; `rms_norm` includes a residual, and `swiglu` several weights.
 @pytest.mark.parametrize("name", ELSEWHERE if LARGE else ("relu", "swiglu", "rms_norm", "layer_norm"))
 def test_elsewhere(pool: RankPool, name: str) -> None:
     pool.run(elsewhere, ELSEWHERE[name], world_size=2)
 
 
 def summed_alike(group: ProcessGroup, schedule: str) -> None:
-    """A row has the same bits one-shot, two-shot and scattered, normed too. A residual is rounded once: 1 + 2**-8 - 1
-    in bfloat16 is nothing if what it is added to was rounded.
+    """Check that a row has the same bits one-shot, two-shot and scattered, normed too. A residual is rounded once: 1 +
+    2**-8 - 1 in bfloat16 is 0 if the sum was rounded first.
     """
     found = []
     for kind, algorithm in (("all_reduce", "one_shot"), ("all_reduce", "two_shot"), ("scatter", "auto")):
@@ -246,7 +246,7 @@ def test_rows_have_their_bits_wherever_they_are_made(pool: RankPool, schedule: s
 
 
 def layers(group: ProcessGroup) -> None:
-    """A layer with an activation, a residual or a norm is the plain layer and then that."""
+    """Check that a layer with an activation, residual or norm equals the plain layer followed by it."""
 
     def made(kind: Any, *features: int, **more: Any) -> Any:
         torch.manual_seed(3)
@@ -274,7 +274,7 @@ def layers(group: ProcessGroup) -> None:
         given |= {} if sequence_parallel else {"norm_bias": torch.zeros(8, dtype=FP64)}
         check_norm(normed.detach(), y.detach(), given)
         normed.square().sum().backward()
-        # 2 normed^2, added up over all rows.
+        # 2 normed^2, summed over all rows.
         total = 2 * normed.detach().square().sum(0)
         total = fusedtp.all_reduce(total, group=group) if sequence_parallel else total
         torch.testing.assert_close(layer.norm_weight.grad.full_tensor(), total)
@@ -289,7 +289,7 @@ def test_layers(pool: RankPool) -> None:
 
 
 def of_float8(group: ProcessGroup) -> None:
-    """A norm after a sum of `Scaled` operands, and after one by a recipe; y is as without it."""
+    """Check a norm after a sum of `Scaled` operands and after a float8 recipe; y is as without the norm."""
     operands = Operands(Case("scatter", FP32, (8,), widths=(24,), norm="rms_norm", residual=True), group)
     given, norm = operands.given, {**operands.norm, "norm_weight": operands.given["norm_weight"]}
     cast = fusedtp.linear_reduce_scatter(given["x"], given["w0"], group=group, float8="rowwise", **norm)

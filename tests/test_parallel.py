@@ -22,7 +22,7 @@ from fusedtp.bench.ranks import RankPool
 from .harness import LARGE, mesh_of, on_ranks, spread
 
 REPLICATE = Replicate()
-# (input, output) of each style; None is its default.
+# (input, output) of each style; None is the default.
 COLWISE: list[tuple[Placement | None, Placement | None]] = [
     (None, None), (Shard(0), None), (Shard(1), None), (Shard(2), None), (Shard(1), REPLICATE), (None, Shard(1)),
 ]  # fmt: skip
@@ -36,14 +36,14 @@ STYLES = {
 
 
 def check(out: Tensor, ref: Tensor, name: str) -> None:
-    """float64 against float64: sums of at most a few hundred terms of size 1 to 10."""
+    """Compare float64 with float64: sums of at most a few hundred terms of size 1 to 10."""
     reference.check(out, ref.detach(), torch.full_like(ref, 1e-11), name)
 
 
 def styled(
     group: ProcessGroup, kind: str, layouts: int, uneven: bool, bias: bool, given_dtensor: bool, use_local_output: bool
 ) -> None:
-    """One linear under one plan, in float64, against the plain one."""
+    """Compare one linear under one plan, in float64, with the plain linear."""
     style, table, default_in, default_out, placements = STYLES[kind]
     input_layouts, output_layouts = table[layouts]
     into, out = input_layouts or default_in, output_layouts or default_out
@@ -51,7 +51,7 @@ def styled(
         f"{kind} {into} -> {out}, uneven {uneven}, bias {bias}, DTensor in {given_dtensor}, out {not use_local_output}"
     )
     mesh = mesh_of(group)
-    # Uneven as DTensor cuts: over 4 ranks 5 is 2, 2, 1, 0.
+    # Uneven as DTensor splits: 5 over 4 ranks is 2, 2, 1, 0.
     shape, num_out = ((5, 7, 10), 9) if uneven else ((4, 12, 8), 12)
     torch.manual_seed(7)
     dense = nn.Linear(shape[-1], num_out, bias, dtype=torch.float64)
@@ -87,7 +87,7 @@ def styled(
         assert isinstance(p, DTensor)
         assert p.placements == (placements[key],), f"{key} of {name}"
         assert isinstance(p.grad, DTensor)
-        # A gradient that were a partial sum would be right after full_tensor() and wrong for an optimizer.
+        # A gradient that is a partial sum would be right after full_tensor(), but wrong in an optimizer.
         assert p.grad.placements == p.placements, f"d {key} of {name}"
         grad = dense.get_parameter(key).grad
         assert grad is not None
@@ -101,17 +101,17 @@ def styled(
 def test_every_layout(group: ProcessGroup, kind: str, uneven: bool, world_size: int) -> None:
     flags = (False, True)
     every = list(itertools.product(range(6), flags, flags, flags))
-    # Of several numbers of ranks each has a third.
+    # Each number of ranks has a third of the cases.
     for layouts, bias, given_dtensor, use_local_output in every if LARGE else every[world_size // 2 :: 3]:
         into = STYLES[kind][1][layouts][0]
-        # A plain sharded input is taken to be as long on every rank, by torch as well.
+        # A plain sharded input is assumed to have the same length on every rank, as in torch.
         if not (uneven and not given_dtensor and isinstance(into, Shard)):
             styled(group, kind, layouts, uneven, bias, given_dtensor, use_local_output)
 
 
 @on_ranks(2)
 def test_modules_are_changed_in_place(group: ProcessGroup) -> None:
-    """The module is changed in place: hooks stay, a copy works, torch.compile finds no graph break."""
+    """Hooks stay, a copy works, and torch.compile finds no graph break."""
     mesh, wide = mesh_of(group), fusedtp.FusedColwiseParallel(input_layouts=Shard(1))
     plan: dict[str, Any] = {"0": wide, "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(1))}
     torch.manual_seed(9)
@@ -136,7 +136,7 @@ def test_a_tied_weight_is_told(group: ProcessGroup) -> None:
     mesh = mesh_of(group)
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False), "up": nn.Linear(4, 8)})
     model["head"].weight = model["embed"].weight
-    # Neither a weight of its own nor one that a dictionary or an optimizer has too is tied.
+    # A weight is not tied because a dictionary or an optimizer refers to it too.
     known, optimizer = dict(model["up"].named_parameters()), torch.optim.SGD(model.parameters())
     parallelize_module(model, mesh, {"up": fusedtp.FusedColwiseParallel()})
     with pytest.warns(UserWarning, match=r"FusedColwiseParallel: the weight of this nn.Linear is tied to another"):
@@ -146,7 +146,7 @@ def test_a_tied_weight_is_told(group: ProcessGroup) -> None:
 
 
 def documented(group: ProcessGroup, code: str) -> tuple[Tensor, Tensor]:
-    """This rank's rows by the code, and those of the same model on one rank."""
+    """Return this rank's rows from the code, and those of the same model on one rank."""
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     first, after = 3 * group.rank(), 3 * group.rank() + 3
     scope: dict[str, Any] = {"mesh": {"tp": mesh_of(group)}, "x": rows[first:after]}

@@ -1,4 +1,4 @@
-"""How far a public function is from its matmul or kernel: the budget of a warm call, and docs/architecture.md's way."""
+"""Calls from a public function to its matmul or kernel: the limit, and the path in docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _MATMULS = ("mm", "addmm", "addmm_", "linear")
 
 
 class Step(NamedTuple):
-    """A function, by its module's file and its name in there."""
+    """A function, by its module's file and its name there."""
 
     file: str
     name: str
 
 
 def path_of(function: Callable[[], object], *, late: float = 0.0) -> list[Step]:
-    """What `function` calls until the library multiplies or a kernel is launched; `late`, so that nobody waits: on a
-    busy machine a peer may be later, so the shortest way of three is taken.
+    """Return the functions that `function` calls before the library multiplies or a kernel is launched. `late`: seconds
+    to sleep first, so that this rank need not wait; as a peer may be later still, the shortest of three paths counts.
     """
     for _ in range(3):
         function()
@@ -67,7 +67,7 @@ def _once(function: Callable[[], object], late: float) -> list[Step]:
     return steps
 
 
-# Below the public function itself; a layer's forward, its parameters and what it asks of them come on top.
+# Limits below the public function; a layer adds its forward and the handling of its parameters.
 CALLS, FILES, LAYER_CALLS, LAYER_FILES = 19, 8, 24, 10
 FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 ROOT = Path(__file__).parent.parent
@@ -76,7 +76,7 @@ Ways = dict[tuple[str, str], list[Step]]
 
 
 def paths(group: ProcessGroup) -> Ways:
-    """Those of every function by every schedule, on rank 0; the others are there before it, so that it never waits."""
+    """Return the paths of all functions and schedules on rank 0; other ranks call first, so rank 0 never waits."""
     late, found = 0.05 * (group.rank() == 0 and group.size() > 1), {}
     schedules = ("unfused", "decomposed", "fused") if group.size() > 1 else ("auto",)
     x, weight = torch.randn(8, 64), torch.randn(64, 64, requires_grad=True)
@@ -104,7 +104,7 @@ def test_a_warm_call_is_short(ways: dict[int, Ways], world_size: int) -> None:
 
 
 def test_the_document_follows_a_call(ways: dict[int, Ways]) -> None:
-    """Its twelve steps, all but what the kernel does, come in that order in a call with schedule 'fused'."""
+    """The document's steps, except inside the kernel, appear in that order in a call with schedule 'fused'."""
     linked = re.findall(r"^\d+\. \[`([\w.]+)`\]\(\.\./([\w/]+\.py)\)", ARCHITECTURE, re.MULTILINE)
     assert len(linked) == 12
     way = iter(ways[2]["all_gather_linear", "fused"])

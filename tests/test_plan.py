@@ -1,4 +1,4 @@
-"""The planner: the rows of the communication table, the rules, what sizes change, what backward shares and keeps."""
+"""The planner: rows of the communication table, rules, the effect of sizes, and what backward shares and keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedtp.sharding.notation import Tensor, parse
 from fusedtp.sharding.plan import MatmulPlan, Partition, plan
 from fusedtp.sharding.routes import Step, moved
 
-# Of forward, dx and dw: what is sent, * where the dim is contracted, and the op with its dim, t for transposed.
+# For forward, dx and dw: the tensor sent (* if the dim is contracted), and the op with its dim (t if transposed).
 ROWS = {
     "[M_X, K] @ [K, N_X] -> [M, N_X]": (("gather x M", "scatter dx M", "gather x M*"), ("ag 0", "rs 0", "ag 1")),
     "[M, K] @ [K, N_X] -> [M, N_X]": (("", "reduce dx", ""), ("", "ar", "")),
@@ -28,7 +28,7 @@ ROWS = {
 
 
 def collectives(matmul: MatmulPlan) -> str:
-    """`gather x M*` gathers x along M, which is contracted."""
+    """Describe the collectives: `gather x M*` gathers x along M, which is contracted."""
     short = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "reduce"}
     texts = []
     for step in matmul.collectives:
@@ -38,7 +38,7 @@ def collectives(matmul: MatmulPlan) -> str:
 
 
 def task(text: str, matmul: MatmulPlan) -> str:
-    """The task that runs a plan's matmul on rank 0 of two: its op, dim, and whether its result is transposed."""
+    """Describe the task that runs a plan's matmul on rank 0 of two: op, dim, and t for a transposed result."""
     short = {"all_gather_matmul": "ag", "matmul_reduce_scatter": "rs", "matmul_all_reduce": "ar"}
     partition = Partition({name: 8 for name in parse(text).dim_names}, {"X": (0, 2)}, {})
     program = Program(partition, torch.float32, Settings(text, (), ()), float8.OCP)
@@ -60,7 +60,7 @@ def test_named_rows(text: str) -> None:
     assert tuple(map(collectives, plans.matmuls)) == sent
     assert not [step for matmul in plans.matmuls for step in matmul.steps if step.kind == "slice"]
     assert tuple(task(text, matmul) for matmul in plans.matmuls) == ops
-    # The usual way where nothing is cheaper.
+    # The usual steps, if none are cheaper.
     one_rank = plan(text, sizes=dict.fromkeys(plans.spec.dim_names, 64), mesh={"X": 1}, start_bytes=0)
     assert [matmul.steps for matmul in one_rank.matmuls] == [matmul.steps for matmul in plans.matmuls]
 
@@ -77,7 +77,7 @@ def test_named_rows(text: str) -> None:
         ("[M_X, K] @ [K, N_X] -> [M_X, N]", "gather w N"),
         ("[M_X, K] @ [K, N_X] -> [M, N]", "gather w N, gather y M"),
         ("[M_X, K] @ [K, N] -> [M, N]", "gather y M"),
-        ("[M_X, K] @ [K, N] -> [M, N_X]", "gather x M"),  # as many bytes as gathering y, but fused
+        ("[M_X, K] @ [K, N] -> [M, N_X]", "gather x M"),  # the same bytes as gathering y, but fused
         ("[M, K] @ [K, N] -> [M_X, N]", ""),
         ("[M, K] @ [K, N] -> [M, N_X]", ""),
         ("[M, K_XY] @ [K_XY, N] -> [M, N]", "reduce y, reduce y"),
@@ -91,7 +91,7 @@ def test_rules(text: str, wanted: str) -> None:
 
 
 def test_slices_take_work_away() -> None:
-    """A result that is split where its operands are whole is computed split, not computed whole and cut."""
+    """A split result of whole operands is computed split, not computed whole and then cut."""
     steps = plan("[M, K] @ [K, N] -> [M_X, N]").forward.steps
     assert [str(step) for step in steps] == ["slice x over X along M", "matmul y"]
 
@@ -101,12 +101,13 @@ def test_sizes_decide() -> None:
     many = plan(fsdp, sizes={"M": 16384, "K": 4096, "N": 4096}, mesh=mesh)
     assert [matmul.steps for matmul in many.matmuls] == [matmul.steps for matmul in plan(fsdp).matmuls]
     assert many.forward.reason.startswith("the usual way: 29.36 MB in 1 collective and 68.72 GFLOP against 234.9 MB")
-    # A few rows: their activations travel instead of the weight.
+    # With few rows, activations travel instead of the weight.
     few = plan(fsdp, sizes={"M": 16, "K": 4096, "N": 4096}, mesh=mesh).forward
     assert collectives(few) == "gather x M, scatter y M"
     assert few.rejected == (Step("all_gather", "w", "X", "K"),)
     assert few.reason.endswith("for all-gather w over X along K")
-    # Gathering x moves K columns and computes everything on every rank; reducing y moves N twice, computes an eighth.
+    # Gathering x sends K columns and computes everything on every rank; reducing y sends N twice and computes an
+    # eighth.
     split_x, sizes = "[M, K_X] @ [K, N] -> [M, N]", {"M": 4096, "K": 4096, "N": 4096}
     assert collectives(plan(split_x, sizes=sizes, mesh=mesh, flops_per_byte=1e9).forward) == "gather x K*"
     assert collectives(plan(split_x, sizes=sizes, mesh=mesh, flops_per_byte=10).forward) == "reduce y"

@@ -1,4 +1,4 @@
-"""Plans carried out on simulated ranks: every sharding over one axis and over two, forward and both gradients."""
+"""Plans run on simulated ranks: every sharding over one axis and over two, forward and both gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Array = npt.NDArray[np.float64]
 Coord = tuple[int, ...]
 Shards = dict[Coord, Array]
 
-# Over two axes every subset in every order.
+# With two axes, every subset in every order.
 ONE, TWO = ("", "_X"), ("", "_X", "_Y", "_XY", "_YX")
 
 
 class Mesh:
-    """All ranks of a mesh in one process: tensors are dicts from a rank's coordinates to its shard."""
+    """All ranks of a mesh in one process; a tensor is a dict from a rank's coordinates to its shard."""
 
     def __init__(self, ranks: Mapping[str, int]) -> None:
         self.ranks = dict(ranks)
@@ -41,7 +41,7 @@ class Mesh:
         return np.array_split(array, self.ranks[axis], axis=dim)[coord[list(self.ranks).index(axis)]]
 
     def cut(self, dense: Array, tensor: Tensor) -> Shards:
-        """Shards of a whole array by the definition of the notation, partial axes left aside."""
+        """Return the shards of a whole array by the notation's definition, ignoring partial axes."""
         shards = {}
         for coord in self.coords:
             shard = dense
@@ -57,7 +57,7 @@ class Mesh:
         return shards
 
     def run(self, matmul: MatmulPlan, a: Array, b: Array) -> Shards:
-        """Carry out a plan's steps from shards of its whole operands; their dims stand as in the plan."""
+        """Run a plan's steps on shards of its whole operands, with dims in the plan's order."""
         names = dict(zip(matmul.names, (matmul.a.names, matmul.b.names, matmul.c.names), strict=True))
         held = {matmul.names[0]: self.cut(a, matmul.a), matmul.names[1]: self.cut(b, matmul.b)}
         for step in matmul.steps:
@@ -81,7 +81,7 @@ class Mesh:
 
 @cache
 def operands(lengths: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    """x [batch..., M, K], w [K, N] and dy [batch..., M, N] of small whole numbers: any order of sums is exact."""
+    """Return small whole numbers x [batch..., M, K], w [K, N] and dy [batch..., M, N]: any order of sums is exact."""
     rng = np.random.default_rng(0)
     *rows, k, n = lengths
     x, w, dy = (rng.integers(-4, 5, shape).astype(np.float64) for shape in ((*rows, k), (k, n), (*rows, n)))
@@ -89,7 +89,7 @@ def operands(lengths: tuple[int, ...]) -> tuple[Array, Array, Array]:
 
 
 def check(plans: Plan, mesh: Mesh, lengths: Mapping[str, int]) -> None:
-    """Forward and both gradients of a plan on every rank of `mesh` against the dense result."""
+    """Compare forward and both gradients of a plan with the dense result on every rank of `mesh`."""
     spec = plans.spec
     x, w, dy = operands(tuple(lengths[name] for name in spec.dim_names))
     rows = list(range(x.ndim - 1))
@@ -104,7 +104,7 @@ def check(plans: Plan, mesh: Mesh, lengths: Mapping[str, int]) -> None:
 
 
 def check_steps(matmul: MatmulPlan) -> None:
-    """The steps lead to the wanted sharding, and the matmul is fused with the collective next to it, or with none."""
+    """Check that the steps reach the wanted sharding, and that the matmul is fused with any adjacent collective."""
     *_, (_, _, last) = matmul.walked
     assert last == matmul.c
     kinds = [step.kind for step in matmul.steps]
@@ -123,7 +123,7 @@ def texts(options: tuple[str, ...], partial: tuple[str, ...]) -> Iterator[str]:
 
 
 def is_valid(text: str) -> bool:
-    """By definition: no axis twice in a tensor, sums partial only over axes that split the contraction."""
+    """Return whether a spec is valid: no axis twice in a tensor, partial only over axes of the contraction."""
     a, b, c = (part.strip() for part in text.replace("@", "->").split("->"))
     used = [[letter for letter in tensor if letter in "XY"] for tensor in (a, b, c)]
     sums = c.partition("{U_")[2].rstrip("}")
@@ -132,7 +132,7 @@ def is_valid(text: str) -> bool:
 
 
 def refusal(text: str) -> str:
-    # Not pytest.raises, which takes longer than the parser and would run 60,000 times.
+    # pytest.raises is slower than the parser, and would run 60,000 times.
     try:
         plan(text)
     except NotationError as error:
@@ -141,7 +141,7 @@ def refusal(text: str) -> str:
 
 
 def sort_out(texts_of: Iterator[str], every: int = 1) -> tuple[list[str], int]:
-    """The valid ones, every so many of the others having been refused with a caret; and how many others there are."""
+    """Return the valid specs and the number of others; every `every`-th of the others must be refused with a caret."""
     valid, num_others = [], 0
     for text in texts_of:
         if is_valid(text):
@@ -162,7 +162,7 @@ def test_every_sharding_over_one_axis(world_size: int) -> None:
 
 def test_every_sharding_over_two_axes() -> None:
     valid, num_refused = sort_out(texts(TWO, ("", "{U_X}", "{U_Y}", "{U_XY}")), 1 if LARGE else 7)
-    # Eleven shardings of every matrix; {U_X} and {U_Y} each with 72 pairs of operands that split K over the axis and
+    # Eleven shardings of each matrix; {U_X} and {U_Y} with 72 pairs of operands each, which split K over the axis, and
     # three shardings of the result; {U_XY} with 48 pairs.
     assert (len(valid), num_refused) == (11**3 + 2 * 72 * 3 + 48, 60689)
     mesh = Mesh({"X": 2, "Y": 2})
@@ -170,14 +170,14 @@ def test_every_sharding_over_two_axes() -> None:
         plans = plan(text)
         check(plans, mesh, {"M": 5, "K": 7, "N": 3})  # N over two axes leaves one rank without a column
         for matmul in plans.matmuls if "{" not in text else ():
-            # A partial is not all-reduced where a scatter will do. With sizes, an all-reduce of few bytes may cost
-            # less than one collective more.
+            # A partial is not all-reduced if a scatter suffices. With sizes, an all-reduce of few bytes may be cheaper
+            # than one more collective.
             reduced = {step.axis for step in matmul.steps if step.kind == "all_reduce"}
             assert not reduced & set(matmul.c.used), text
 
 
 def test_every_way_over_one_axis_by_sizes() -> None:
-    """Sizes that favour each way in turn; the ways that they select run on small tensors."""
+    """Sizes favour each plan in turn; the selected plans run on small tensors."""
     valid, _ = sort_out(texts(ONE, ("", "{U_X}")))
     mesh, seen, num_other = Mesh({"X": 3}), set(), 0
     for text in valid:
@@ -196,7 +196,7 @@ def test_every_way_over_one_axis_by_sizes() -> None:
 
 @st.composite
 def specs(draw: st.DrawFn) -> tuple[str, list[str]]:
-    """A spec over two axes with up to two batch dims, and the names of its dims."""
+    """Draw a spec over two axes with up to two batch dims, and the names of its dims."""
     rows = ["A", "B", "M"][draw(st.integers(0, 2)) :]
 
     def tensor(names: list[str], partial: str = "") -> str:
@@ -212,7 +212,7 @@ def specs(draw: st.DrawFn) -> tuple[str, list[str]]:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, int], bool]:
-    """A spec, uneven lengths down to 0, and a mesh."""
+    """Draw a spec, uneven lengths down to 0, and a mesh."""
     text, names = draw(specs())
     lengths = {name: draw(st.integers(0, 6)) for name in names}
     return text, lengths, {axis: draw(st.integers(1, 3)) for axis in "XY"}, draw(st.booleans())

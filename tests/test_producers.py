@@ -1,4 +1,4 @@
-"""Who sends what a fused op gathers: real ranks that push, copy, or choose each by itself; and what they choose."""
+"""The producer of a fused gather: real ranks push, copy, or choose each for itself; and the model's choice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = (70, 0, 3, 12)
 
 
 def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
-    """Forward and backward of a layer that gathers rows, twice, by this rank's producer; who it was, each time."""
+    """Run forward and backward of a gather by this rank's producer, twice, and return the producers used."""
     rank, sizes = group.rank(), SIZES[: group.size()]
     random = torch.Generator().manual_seed(5)
     x, grad = (torch.randn(sum(sizes), cols, generator=random) for cols in (9, 6 * group.size()))
@@ -61,7 +61,7 @@ def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
 def test_a_layer_by_each_producer(pool: RankPool, by: tuple[str, ...]) -> None:
     for rank, seen in enumerate(pool.run(gathers, by, world_size=3)):
         wanted = by[rank % len(by)]
-        # A CPU has neither links nor a copy engine: its kernels are checked as they would run in a graph.
+        # A CPU has neither links nor a copy engine: its kernels run as they would in a graph.
         assert set(seen) == {"push" if wanted == "auto" else wanted}, f"rank {rank}"
 
 
@@ -74,7 +74,7 @@ def rank() -> Workspace:
 
 
 def test_the_model_chooses_on_a_gpu(rank: Workspace) -> None:
-    """As on an H100, without one: the workspace says that it is on a GPU, the stream that it is not captured."""
+    """Pretends to be on an H100: the workspace is on a GPU, and the stream is not captured."""
     rank.hardware = hardware.find("h100")
     small, large = (Work("gather", M, 3584, 8192, M * 8192, 8, "bfloat16") for M in (128, 16384))
     with (
@@ -95,7 +95,7 @@ def test_the_model_chooses_on_a_gpu(rank: Workspace) -> None:
 
 
 def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
-    """As on an H100, without one, also for a rank without rows, columns or contraction."""
+    """Pretends to be on an H100; includes ranks without rows, columns or contraction."""
     rank.hardware = hardware.find("h100")
     properties = mock.Mock(shared_memory_per_multiprocessor=228 << 10)
     wide, low = (compiled_config("sm_90", 2, shape) for shape in ("many", "few rows"))
@@ -107,7 +107,7 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
         whole = Work("gather", 8192, 3584, 8192, 8192 * 8192, 8, "bfloat16")
         config, late = producer.dealt(rank, wide, whole, 0, "push")
         assert config.pushers == 12
-        # Pushing takes 343 us of a matmul of 798 us.
+        # Pushing takes 343 us of the matmul's 798 us.
         assert late == pytest.approx(0.43, abs=0.01)
         assert producer.dealt(rank, wide, whole, 24, "push")[1] == 0
         assert producer.dealt(rank, low, whole, 0, "push")[1] == 0
@@ -118,7 +118,7 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
 
 
 def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
-    """The word of this rank under the slot in the peer's header, as torch takes it: flat, unsigned, wrapped."""
+    """torch gets the peer's header, flat and unsigned, the offset of this rank's word, and the wrapped value."""
     written = []
     rank._mirror = -5
     with (
@@ -135,13 +135,13 @@ def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
     assert words.data_ptr() == rank.addresses[0]
     assert offset == SIGNALS.value + 7 * 2 + 1
     assert value == 2**32 - 4
-    # Torch knows an operator of that name and takes these.
+    # Torch has an operator of that name with these arguments.
     schema = torch.ops.symm_mem.stream_write_value32_.default._schema
     assert [argument.name for argument in schema.arguments] == ["input", "offset", "val"]
 
 
 def test_pieces_and_parts() -> None:
-    """A tile's rows to a piece, halved while they are long; whole pieces to a copy, of COPY_BYTES or a little more."""
+    """A piece has a tile's rows, halved while they are long; a copy has whole pieces, of at least COPY_BYTES."""
     config = Config(block_m=128)
     assert [producer.piece_rows(row_bytes, config) for row_bytes in (16, 8192, 8208, 16384, 16400, 1 << 20)] == [
         128, 128, 64, 64, 32, 32,
@@ -154,7 +154,7 @@ def test_pieces_and_parts() -> None:
 
 
 def asked_for(group: ProcessGroup) -> list[str]:
-    """The producer of the last op of each call, forward, or backward where that gathers; and what `auto` says."""
+    """Return the producer of each call's last op (backward's, if it gathers), and the reasons that `auto` gives."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     how = {"schedule": "fused", "producer": "copy"}
     x, w = torch.ones(4, 6), torch.ones(5, 6)
@@ -176,7 +176,7 @@ def asked_for(group: ProcessGroup) -> list[str]:
     ):
         call()
         seen.append(fusedtp.last_path().producer)
-    # It takes no kernel on a CPU.
+    # On a CPU `auto` takes no kernel.
     for options in ({}, {"producer": "push"}):
         fusedtp.all_gather_linear(x, w, group=group, **options)
         seen.append(fusedtp.last_path().reason)
@@ -184,7 +184,7 @@ def asked_for(group: ProcessGroup) -> list[str]:
 
 
 def test_a_caller_may_ask_for_a_producer(pool: RankPool) -> None:
-    """Only the gathers of kernels have one; where it has no effect, that is told."""
+    """Only gathers by kernels have a producer; elsewhere the path says that the choice has no effect."""
     for *seen, without, told in pool.run(asked_for, world_size=2):
         assert seen == ["copy"] * 8 + ["push", "", ""]
         assert told == f"{without}; producer='push' has no effect, only 'fused' has one to choose"

@@ -1,7 +1,7 @@
-"""Random programs, 400 calls on two ranks: every number is right, or every rank is told. And that one would notice.
+"""Random programs, 400 calls on two ranks: every number is right, or every rank is told. Planted bugs are found.
 
-100,000 are `nox -s soak`; a failure names its program, which `nox -s soak -- --programs --seed S --first N --calls 40`
-makes again.
+`nox -s soak` runs 100,000 calls. A failure names its program, and `nox -s soak -- --programs --seed S --first N --calls
+40` repeats it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEED, CALLS = 20, 400
 
 @pytest.fixture(scope="module")
 def own_pool() -> Iterator[RankPool]:
-    """Ranks of its own: some of what goes wrong in them is meant to."""
+    """Start a separate pool, as programs may break their ranks on purpose."""
     with RankPool(2, timeout=300.0, gloo_workers=1) as ranks:
         yield ranks
 
@@ -38,10 +38,10 @@ def own_pool() -> Iterator[RankPool]:
 def test_calls_of_random_programs(own_pool: RankPool) -> None:
     counts = run_programs(own_pool, CALLS, SEED, slow=False)
     came = Counter({what: count for what, count in counts.items() if "on a rank" not in what})
-    # Of two ranks, each of which is in every group.
+    # Two ranks, each of which is in every group.
     assert came.total() == 2 * CALLS
     assert {what.partition(":")[0] for what in came} == {*STEADY, *WRONG}
-    # Who disagrees is always told; an interruption may go unnoticed, or a limit where no memory was wanted.
+    # A disagreement is always told. An interruption may go unnoticed, and so may a limit if no memory was needed.
     assert not came["differs: right"]
     assert came["limit: told"]
     for kind in ("line", "signal"):
@@ -65,15 +65,15 @@ def test_every_kind_of_step_is_drawn_alike_on_every_rank() -> None:
         assert {step.call.schedule for step in steps} == set(WEIGHTS)
         for step in steps:
             assert all(len(sizes) == len(AXES[world_size][step.axis][0]) for sizes in step.call.sizes)
-            # One that differs means something else by it.
+            # A differing rank has another call.
             assert step.kind != "differs" or step.other != step.call
 
 
 def planted(group: ProcessGroup, what: str, *args: Any) -> None:
-    """Programs of ranks that do not compare what they mean, or do not wait for each other either."""
+    """Run programs on ranks that do not compare their calls, or do not wait for each other either."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(HostSteps, "_disagrees", return_value=False))
-        # Nor where a wait has been given up.
+        # Not after a timeout either.
         stack.enter_context(mock.patch.object(failures, "differing_ranks", return_value=[]))
         if what == "not waited for":
             stack.enter_context(mock.patch.object(HostSteps, "wait"))
@@ -90,7 +90,7 @@ def planted(group: ProcessGroup, what: str, *args: Any) -> None:
 def test_a_planted_bug_is_found(own_pool: RankPool, what: str, fault: str) -> None:
     with pytest.raises(RankError, match=fault) as caught:
         own_pool.run(planted, what, SEED, 0, 20, dict(WEIGHTS), False, timeout=100.0)
-    # One that has not failed may have been left waiting.
+    # The failing rank; others may have been left waiting.
     assert f"of seed {SEED}, behind" in str(caught.value)
 
 

@@ -1,8 +1,8 @@
-"""The protocol of `kernels.signal`, checked in every order of its steps: as all ops follow it, and with bugs planted.
+"""The protocol of `kernels.signal`, checked in every order of its steps: in all ops, and with planted bugs.
 
-What is checked is recorded from the real kernels and schedules (`protocol.record`), so the slots, halves, epochs and
-waits are theirs. FUSEDTP_PROTOCOL=large checks every pair of ops, four ranks and more calls, in minutes; the table of
-docs/protocol.md is written by FUSEDTP_PROTOCOL=write.
+Recordings of the real kernels and schedules (`protocol.record`) are checked, with their slots, halves, epochs and
+waits. FUSEDTP_PROTOCOL=large checks every pair of ops, four ranks and more calls, in minutes. FUSEDTP_PROTOCOL=write
+writes the table of docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .protocol.naive import explore_naively, random_calls
 LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
 
-# Two programs share three rows in two tiles; an empty shard, first, last or between.
+# Two programs share three rows in two tiles; an empty shard comes first, last or in between.
 TWO = [(3, 1), (3, 0), *([(3, 3), (5, 2), (0, 3)] if LARGE else [])]
 THREE = [(3, 0, 1), *([(1, 3, 0), (3, 3, 3), (1, 1, 1, 1), (2, 0, 1, 3)] if LARGE else [])]
-# One of each kind of producer and consumer, for the pairs.
+# For pairs: one op of each kind of producer and consumer.
 MIXED = (
     "gather rows", "gather contraction", "scatter rows", "scatter and gather", "matmul one_shot", "two_shot",
     "all_gather", "ring all_reduce", "copied: gather rows", "copied: scatter and gather",
@@ -49,12 +49,12 @@ MIXED = (
 
 
 def check(calls: Calls, what: str, **options: int) -> None:
-    """No order is wrong."""
+    """Check that no order is wrong."""
     verdict = explore(build(calls, **options))
     assert not verdict.wrong, f"{what}: {verdict.wrong}\n" + "\n".join(verdict.path)
 
 
-# Kernels take long to record; with two ranks most of them are in `MIXED`.
+# Recording kernels is slow; with two ranks `MIXED` covers most of them.
 FAMILIES = ("fused", "copied", "copy", "in place")
 
 
@@ -75,12 +75,12 @@ def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -
 def test_every_order_of_mixed_ops_is_right() -> None:
     names = tuple(cases.OPS) if LARGE else MIXED
     for one, two in itertools.combinations(names, 2):
-        # Each after the other, on the other half and on the same one.
+        # Each op after the other, on the other half and on the same half.
         check(cases.sequence([one, two, two, one], (3, 1)), f"{one}, {two}")
 
 
 def test_sequences_are_what_a_run_of_them_records() -> None:
-    """Also around the epochs' wrap, where the kernels and the host compare them."""
+    """Also around the wrap of epochs, which kernels and host compare."""
     names, first = ("gather rows", "in place: two_shot", "scatter rows", "copy: all_gather"), 2**31 - 3
     run = cases.record(names, (3, 1), first - 1)
     put_together = cases.sequence(names, (3, 1))
@@ -97,7 +97,7 @@ LEAD = signal.LEAD.value
     [(-4, -(2**31)), (-3, -LEAD), (-2, -2), (-1, -1), (0, 0), (1, 1), (1, LEAD - 1), (2, LEAD), (3, 2**31 - 1)],
 )
 def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
-    """Of the model's words, of modulus 8, and the real ones: both kinds of wait, at the wrap of int32 too."""
+    """The model's words have modulus 8. Real words: both kinds of wait, also at the wrap of int32."""
     model = build(cases.sequence(["in place: all_gather"], (3, 1)), modulus=8)
     for epoch in (0, 2**31 - 2):
         for wait in ("kernel", "host"):
@@ -118,15 +118,16 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
 
 
 def test_nobody_is_two_epochs_ahead() -> None:
-    """A wait that took no signal but that of its epoch or the next would miss none: LEAD is not what keeps it alive."""
+    """No signal is ever more than one epoch ahead, so waits need not accept LEAD epochs to stay live."""
     for name in cases.OPS if LARGE else MIXED:
         check(cases.sequence([name] * 3, (3, 1)), name, modulus=8)
 
 
 @pytest.mark.parametrize("idle", range(1, 8))
 def test_slots_that_few_ops_use_grow_old(idle: int) -> None:
-    """The second op of many slots comes after `idle` of few. With the words' sign alone to tell old from new, a slot
-    unused for half the modulus (2^31 epochs) passed for raised; with `LEAD` it takes all of it, less the lead.
+    """An op of many slots runs again after `idle` ops of few slots. If the sign alone told old words from new, a slot
+    unused for half the modulus (2^31 epochs) would pass for raised; with `LEAD` it takes the whole modulus less the
+    lead.
     """
     calls = cases.sequence(["gather rows", *["in place: all_gather"] * idle, "gather rows"], (3, 1))
     by_sign = explore(build(calls, modulus=8, accepts=lambda distance: distance >= 0))
@@ -135,7 +136,7 @@ def test_slots_that_few_ops_use_grow_old(idle: int) -> None:
 
 
 def test_random_programs_against_store_buffers() -> None:
-    """The model of windows finds a wrong order exactly where one shows that executes each access on its own."""
+    """The model of windows finds a wrong order exactly if executing each access by itself shows one."""
     found = [0, 0]
     for seed in range(2000 if LARGE else 250):
         calls = random_calls(seed)
@@ -150,7 +151,7 @@ ROWS: dict[str, str] = {}
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
 def test_planted_bug_is_found(mutant: Mutant) -> None:
-    # The host refuses what some of them leave in its words, before the checker has seen it.
+    # The host would refuse words that some bugs leave, before the checker sees them.
     with planted(mutant), mock.patch.object(Workspace, "_refuse_words"):
         calls = cases.record([mutant.op] * 3, mutant.sizes)
     verdict = explore(build(calls, residency=mutant.residency))
@@ -179,12 +180,12 @@ def test_the_table_of_planted_bugs_is_in_the_document() -> None:
     ],
 )
 def test_every_order_of_what_real_ranks_do_is_right(pool: RankPool, op: str, late: float) -> None:
-    """Real processes, real polls; each rank's log by itself, put together afterwards."""
+    """Real processes and real polls; each rank records by itself, and the recordings are combined."""
     calls = pool.run(live, op, 3, late, world_size=3)
     events = [event for kernel in calls[0][0] for events in kernel.programs for event in events]
     first_epoch = min(event.epoch for event in events if isinstance(event, Advance)) - 1
     check(calls, op, first_epoch=first_epoch)
-    # The same logs as if no program had passed a barrier before it released.
+    # The same recordings without barriers before releases.
     bare = [[[_without_barriers(kernel) for kernel in kernels] for kernels in ops] for ops in calls]
     assert " is read" in explore(build(bare, first_epoch=first_epoch)).wrong
 

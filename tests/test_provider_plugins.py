@@ -1,4 +1,4 @@
-"""Plugins: what is none, and those of the document and faulty ones in a sweep, as a user runs it."""
+"""Plugins: entry points that are not providers, and the document's plugin and faulty ones in a user's sweep."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CASE = Case(GATHER, 8, 8, 8, "float32", 2)
 
 @pytest.fixture(autouse=True)
 def _found_anew() -> Iterator[None]:
-    """Entry points are looked for in each test, and behind the last one."""
+    """Look up entry points again in each test, and after the last one."""
     providers.found.cache_clear()
     yield
     providers.found.cache_clear()
 
 
 def distribution(folder: Path, name: str, entries: Mapping[str, str], **modules: str) -> None:
-    """A distribution as an installer leaves it."""
+    """Make a distribution as an installer leaves it."""
     about = folder / f"{name}-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -105,7 +105,7 @@ SWEEP = [
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin of the document and the faulty ones on PYTHONPATH, for this process and its ranks."""
+    """Put the document's plugin and the faulty ones on PYTHONPATH, for this process and its ranks."""
     (code,), (lines,) = (
         re.findall(rf"^```{kind}\n(.*?)^```", SECTION, re.DOTALL | re.MULTILINE) for kind in ("python", "toml")
     )
@@ -122,7 +122,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("site")
 def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is right has times, one that is gone a reason; what is wrong, raises, hangs or dies is told."""
+    """A right plugin has times, a missing one a reason; wrong, raising, hanging and dying plugins are reported."""
     asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", 15, "--shape", "26,20,16"]
     monkeypatch.setattr(report, "picture", lambda rows, path: False)
     output = command(*SWEEP, *asked, "--out", tmp_path / "out", code=1)
@@ -134,7 +134,7 @@ def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypa
     assert all(row.passed and row.rounds == 3 for row in timed)
     assert timed[3].speedup_vs_unfused is not None
     gates = {M: {row.variant: row.gate for row in rows if row.M == M and row.variant not in good} for M in (24, 26)}
-    # What cannot run is told once.
+    # A plugin that cannot run is reported once.
     assert gates[24].pop("gone").startswith("not run: it does not load: ModuleNotFoundError")
     assert "faulty:WRONG is left out: its name, async_tp, is taken" in output
     assert set(gates[24]) == set(gates[26]) == set(FAULTY_ENTRIES)

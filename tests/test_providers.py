@@ -1,4 +1,4 @@
-"""Providers: how they are found, what keeps them from a case, the shipped ones on stand-ins, and plugins in a sweep."""
+"""Providers: how they are found, which cases they refuse, the shipped ones on stand-ins, and plugins in a sweep."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ WORLD_SIZE = 4
 
 
 class NcclGroup:
-    """A group with what `nccl_windows` asks of NCCL's backend, over gloo.
+    """A stand-in over gloo for a group of NCCL's backend, as `nccl_windows` uses it.
 
-    `events`: what was set up and given back, in order.
+    `events`: set-up and release calls, in order.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class NcclGroup:
 
 
 def on_stand_in(group: ProcessGroup, op: str) -> tuple[list[Verdict], list[str]]:
-    """Two problems in a row, as in a sweep, and what was set up for them."""
+    """Run two problems in a row, as in a sweep, and return the verdicts and set-up events."""
     nccl, verdicts = NcclGroup(group), []
     with (
         torch.no_grad(),
@@ -173,7 +173,7 @@ def test_the_shipped_ones_look_different() -> None:
     assert tuple(shipped) == providers.SHIPPED
     assert all(provider.about and provider.name == name for name, provider in shipped.items())
     assert len({(theme.colour(name), theme.marker(name)) for name in shipped}) == len(shipped)
-    # Unknown names: the same look at every call, none of ours.
+    # Unknown names look the same at every call, and unlike ours.
     assert (theme.colour("mine"), theme.marker("mine")) == (theme.colour("mine"), theme.marker("mine"))
     assert not {theme.colour("mine"), *map(theme.colour, shipped)} & {theme.colour(name) for name in OWN[3:]}
 
@@ -188,12 +188,12 @@ import fusedtp, fusedtp.bench.cli, fusedtp.bench.jobs
     assert providers.GROUP not in done.stdout
 
 
-# What other columns say, and what the page says of all.
+# Reasons that other columns show, or that the page gives for all.
 SHARED = ("need CUDA", "no gradient", "uneven lengths")
 
 
 def table(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The document's, from what the providers say of many cases."""
+    """Return the document's table, from the providers' reasons in many cases."""
     columns = ("name", "what it is", "needs", "ops", "dtypes", "gradients", "does not run, as it says")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for name in providers.SHIPPED:

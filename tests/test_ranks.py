@@ -1,4 +1,4 @@
-"""The process pool: results, failures of every kind named and never hanging, nothing left behind."""
+"""The pool of rank processes: results, failures named without a hang, nothing left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Point:
 
 
 class Odd(Exception):
-    """Cannot be rebuilt from its arguments, so it does not survive pickling."""
+    """An exception that cannot be rebuilt from its arguments, so it does not survive pickling."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__("odd one")
@@ -63,13 +63,13 @@ def large(group, tensor):
 
 
 def shared_files(group, tensor):
-    """What this rank has open or mapped in /dev/shm: torch's own pickling would hand tensors over through it."""
+    """Return this rank's open or mapped files in /dev/shm, through which torch's own pickling would pass tensors."""
     opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return [line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()] if "/dev/shm" in line]
 
 
 def gloo_workers(group):
-    """How many groups this process has, and how many threads run their collectives."""
+    """Return the number of this process's groups, and of threads that run their collectives."""
     names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return len(dist.distributed_c10d._world.pg_map), names.count("pt_gloo_runloop")
 
@@ -124,7 +124,7 @@ def test_all_ranks_raising_alike_keeps_the_pool(two):
     assert "in raising" in caught.value.failures[0]
     assert isinstance(caught.value.__cause__, ValueError)
     assert two.pids == pids
-    # One that cannot be pickled.
+    # An error that cannot be pickled.
     with pytest.raises(RankError, match="Odd: odd one"):
         two.run(raising, [0, 1], True)
 
@@ -136,7 +136,7 @@ def test_one_rank_raising_names_it_and_the_waiting_one(two):
         two.run(raising, [1])
     assert time.monotonic() - started < 15
     assert "ValueError: planted on 1" in caught.value.failures[1]
-    # rank 0 sits in a barrier that rank 1 never enters
+    # rank 0 waits in a barrier that rank 1 never enters
     assert "in raising" in caught.value.failures[0]
     assert not running(pids)
     assert two.run(summed, Point(0)) == [(Point(1), 2)] * 2
@@ -190,15 +190,15 @@ def test_only_module_level_functions(two):
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    """As without the tests' own fixture."""
+    """Run without the fork server that the tests' fixture keeps."""
     monkeypatch.setattr(forks, "_kept", None)
 
 
 def test_close_leaves_nothing(two, nothing_kept):
-    # The first one opens what stays open.
+    # The first pool opens files that stay open.
     assert len(two.pids) == 2
     two.close()
-    # Nothing that other tests have left is closed meanwhile.
+    # Garbage of other tests must not be closed meanwhile.
     gc.collect()
     seen = [open_fds()]
     while len(seen) < 2 or (seen[-1] != seen[-2] and len(seen) < 20):
@@ -227,7 +227,7 @@ def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kep
             pool.run(dying, 0, "kill")
         assert pool.run(forked_from) == [server] * 2
         assert not set(pids) & set(pool.pids)
-        # Where that is gone another is started.
+        # If the server is gone, a new one is started.
         pids = pool.pids
         os.kill(server, signal.SIGKILL)
         while running(pids):
@@ -250,7 +250,7 @@ def test_pools_share_what_is_kept():
 
 
 def dies_once(group: dist.ProcessGroup, path: str, times: int) -> int:
-    """Rank 1 aborts in the first calls, as a library with a broken heap does."""
+    """Abort rank 1 in the first calls, as a library with a broken heap does."""
     if group.rank() == 1:
         with open(path, "a") as file:
             file.write("x")

@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def run_block(group: ProcessGroup, block: str, port: int) -> str:
-    """What a process says that torchrun, whose agent has the store at `port`, has started on a file."""
+    """Run a block as if torchrun had started this process, with its agent's store at `port`, and return the output."""
     started = {"RANK": group.rank(), "WORLD_SIZE": group.size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     dist.destroy_process_group()
     os.environ.update({name: str(value) for name, value in started.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
@@ -37,7 +37,7 @@ def run_block(group: ProcessGroup, block: str, port: int) -> str:
 def test_example_runs_on_three_ranks() -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # torchrun itself has `test_under_torchrun`.
+    # `test_under_torchrun` tests torchrun itself.
     with RankPool(3, timeout=100) as ranks:
         said = ranks.run(run_block, block, agent.port)
     for rank, line in enumerate(said):

@@ -1,4 +1,4 @@
-"""The oracle accepts what correct arithmetic gives and rejects what a wrong schedule would."""
+"""The oracle accepts correct arithmetic and rejects the errors of a wrong schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def inputs(M: int, N: int, K: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def partials(a: Tensor, b: Tensor, world_size: int) -> list[Tensor]:
-    """Each rank's product, accumulated as the op does and rounded once to the operands' dtype."""
+    """Return each rank's product, accumulated as in the op and rounded once to the operands' dtype."""
     sizes = even_sizes(a.shape[1], world_size)
     compute = torch.float64 if a.dtype == torch.float64 else torch.float32
     parts = zip(a.split(sizes, 1), b.split(sizes, 0), strict=True)

@@ -1,4 +1,4 @@
-"""The verdict on ratios: what is a regression, what is noise, and what cannot be compared at all."""
+"""The verdict on ratios: regressions, noise, and files that cannot be compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def schedules_of(slowdowns: Mapping[str, float]) -> dict[str, float]:
 
 
 def test_ids_are_those_that_are_stored() -> None:
-    # a change of these names orphans every baseline and every saved timing
+    # a change of these names invalidates every baseline and saved timing
     assert [
         f"{op}-{rest}-{schedule}"
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -67,12 +67,12 @@ def test_one_slower_case_fails_by_its_own_name() -> None:
     slowdowns = judged({key: 1.6}, 0, num_rounds=128)
     assert list(excess(slowdowns)) == [key]
     assert slowdowns[key] > CASE_LIMIT
-    # the mean over cases alone would let it pass
+    # the mean over cases alone would miss it
     assert slowdowns["decomposed"] < SCHEDULE_LIMIT
 
 
 def test_what_slows_all_schedules_is_said_of_the_unfused_one() -> None:
-    # beside a matmul that it does not slow: other work on the machine, or code that they share
+    # the matmul is not slower: other work on the machine, or shared code
     slowdowns = judged({"unfused": 1.4, "decomposed": 1.4}, 0)
     assert list(schedules_of(excess(slowdowns))) == ["unfused"]
     assert schedules_of(slowdowns) == pytest.approx({"unfused": 1.4, "decomposed": 1}, rel=0.1)
@@ -86,7 +86,7 @@ def test_faster_is_no_regression_and_a_slower_matmul_is_told_without_a_limit() -
 
 
 class Launches:
-    """A `run` that gives these in turn, the last one again and again, in place of pytest; counts its calls."""
+    """A `run` in place of pytest that returns these launches in turn, the last one repeatedly, and counts its calls."""
 
     def __init__(self, *slower: Mapping[str, float]) -> None:
         self.slower, self.num_calls, self.num_launches, self.shown = slower, 0, 0, 0
@@ -103,7 +103,7 @@ class Launches:
 
 
 def command(out: Path, **options: Any) -> int:
-    """The exit code of the command on HERE, without GPUs."""
+    """Return the exit code of the command on HERE, without GPUs."""
     given = {"baseline": None, "save_baseline": False, "plant": "", "repeat": 1, "out": out} | options
     with (
         mock.patch.object(regress, "describe", return_value=HERE),
@@ -122,7 +122,7 @@ def command(out: Path, **options: Any) -> int:
         ([{}], 1, []),
         ([{"decomposed": 1.3}, {}], 2, []),
         ([{"decomposed": 1.3}] * (LAUNCHES - 1) + [{}], LAUNCHES, []),
-        # never the same one twice
+        # each launch has another excess
         ([{"decomposed": 1.3}, {"unfused": 1.3}], 2, []),
         ([{"decomposed": 1.3}], LAUNCHES, ["decomposed"]),
     ],
@@ -137,10 +137,10 @@ def test_only_an_excess_that_stays_is_a_regression(
     stored(tmp_path / "regress.json")
     slowdowns = regress.compare(tmp_path / "regress.json", HERE, "", said.append)
     assert launch.num_calls == num_launches
-    # what is measured again is shown beside the baseline
+    # repeated measurements are shown beside the baseline
     assert launch.shown == num_launches - 1
     assert list(schedules_of(excess(slowdowns))) == expected
-    # every suspicion is said
+    # every suspicion is printed
     assert len(said) == (num_launches if expected else num_launches - 1)
     assert all("decomposed" in line for line in said)
 
@@ -153,7 +153,7 @@ def stored(path: Path, machine: Machine = HERE) -> bytes:
 
 def test_baseline_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "machine" / "regress.json"
-    # it is committed
+    # the file is committed, so it must be small
     assert len(stored(path)) < 32 << 10
     read = regress.read(path, HERE)
     assert read.ratios == pytest.approx(RATIOS, rel=0.2)
@@ -162,7 +162,7 @@ def test_baseline_is_read_back(tmp_path: Path) -> None:
     assert read.about == f"commit {HERE.commit}, 2026-01-02T03:04:05+00:00"
     assert list(read.spread) == ["unfused / matmul", "decomposed / matmul", "decomposed / unfused"]
     assert all(low < high for low, high in read.spread.values())
-    # newer versions are what is to be judged, not another machine
+    # newer versions may be the change under test, not another machine
     newer = replace(HERE, torch="2.14", driver="600", commit="4567")
     assert regress.read(path, newer) == read
 
@@ -190,13 +190,13 @@ def changed(good: bytes, **values: Any) -> bytes:
 
 
 def statistics(good: bytes, **values: Any) -> bytes:
-    """With some statistics of the first benchmark changed."""
+    """Change some statistics of the first benchmark."""
     first, *others = json.loads(good)["benchmarks"]
     return changed(good, benchmarks=[first | {"stats": first["stats"] | values}, *others])
 
 
 def elsewhere(**other: Any) -> tuple[Callable[[bytes], bytes], str]:
-    """A baseline of another machine, and what is said of it."""
+    """Return a baseline of another machine, and the message."""
     made = saved(samples([noisy({}, 0)]), replace(HERE, **other))
     return lambda good: made, rf"another machine's: .*{re.escape(repr(next(iter(other.values()))))} there"
 
@@ -207,7 +207,7 @@ def of_cases(ratios: Mapping[str, float]) -> Callable[[bytes], bytes]:
 
 NONE = "is not a baseline"
 LACKS = {key: ratio for key, ratio in RATIOS.items() if not key.startswith(IDS[1])}
-# What a file is made of a good one, and what is said of it.
+# A change of a valid file, and the message.
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda good: b"", NONE),
     "cut": (lambda good: good[:-40], NONE),
@@ -238,9 +238,9 @@ def test_what_is_no_baseline_here_is_refused_and_untouched(
     make, said = {**BROKEN, **OTHER_CASES}[how]
     content = make(stored(path))
     path.write_bytes(content)
-    # nothing may be measured before it is refused
+    # nothing may be measured before the refusal
     monkeypatch.delattr(regress, "run")
-    # A baseline of other cases may be measured anew.
+    # A baseline of other cases may be replaced.
     for save in (False, True) if how in BROKEN else (False,):
         assert command(tmp_path, save_baseline=save) == 2
         assert re.search(said, capsys.readouterr().err)
@@ -291,7 +291,7 @@ def test_what_can_be_planted() -> None:
             regress.planted(text, schedules)
 
 
-# What pytest-benchmark keeps of the timings, read again and compared by it.
+# The samples of timings that pytest-benchmark saves, which it also reads and compares.
 STUB = """
 import json, os, pytest
 NOW = [0.0]
@@ -311,7 +311,7 @@ def test_ratio(benchmark, key):
 def test_what_pytest_benchmark_saves_is_read_and_compared_by_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As `run` starts it, with these tests' conftest; the samples are made up."""
+    """Runs as `run` starts it, with these tests' conftest and made-up samples."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_bench.py").write_text(STUB)
     (tmp_path / "tests" / "conftest.py").write_text(

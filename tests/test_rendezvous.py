@@ -1,4 +1,4 @@
-"""Ranks of different histories meet in torch's symmetric memory, which numbers its exchanges by process."""
+"""Ranks with different histories meet in torch's symmetric memory, which numbers its exchanges by process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fusedtp.memory.cuda import meet
 
 from .exchange import VERSIONS, Exchange
 
-# Which ranks meet, one group after another, as in a sweep over world sizes or on a mesh with holes.
+# The ranks of successive groups, as in a sweep over world sizes or on a mesh with holes.
 HISTORIES = {
     "four after two": ([0, 1], [0, 1, 2, 3]),
     "sweep": ([0], [0, 1], [0, 1, 2, 3], [0, 1], [0, 1, 2, 3]),
@@ -25,7 +25,7 @@ HISTORIES = {
 def meetings(
     world: ProcessGroup, history: tuple[list[int], ...], version: str, ours: bool, seconds: float
 ) -> list[str]:
-    """What this rank gets from each of its meetings, or the kind of error that ends it."""
+    """Return this rank's values of each of its meetings, or the kind of error that ends the meeting."""
     exchange, outcomes = Exchange(version, seconds), []
     groups = [dist.new_group(ranks) for ranks in history]
     for number, group in enumerate(groups):
@@ -64,13 +64,13 @@ def test_ranks_of_different_histories_meet(pool: RankPool, history: str, version
 @pytest.mark.parametrize("version", ["2.11", "2.13"])
 @pytest.mark.parametrize("history", HISTORIES)
 def test_in_their_own_groups_they_would_wait_in_vain(pool: RankPool, history: str, version: str) -> None:
-    """What the test above is there for: the model shows torch's fault."""
+    """The model shows torch's fault, which the test above guards against."""
     outcomes = pool.run(meetings, HISTORIES[history], version, False, 0.5)
     assert "DistStoreError" in [each for rank in outcomes for each in rank]
 
 
 def alone(group: ProcessGroup) -> tuple[str, float, str]:
-    """Rank 0 comes, rank 1 does not."""
+    """Let rank 0 come alone."""
     begin, said = time.monotonic(), ""
     if group.rank() == 0:
         exchange = Exchange("2.13", 300.0)
@@ -90,6 +90,6 @@ def alone(group: ProcessGroup) -> tuple[str, float, str]:
 def test_a_rank_that_waits_in_vain_is_told_in_time(pool: RankPool) -> None:
     (said, seconds, left), other = pool.run(alone, world_size=2)
     assert said == "DistStoreError"
-    # Torch's own limit, which the model has, is 300 s.
+    # Torch's own limit, and the model's, is 300 s.
     assert 0.3 <= seconds < 30
     assert left == other[2] == "gone"

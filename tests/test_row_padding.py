@@ -1,10 +1,10 @@
-"""What lies beside an operand's rows reaches no result, even where a library's matmul multiplies it: in an arena, or
-in the tensor that a caller's operand is a view of.
+"""Memory beside an operand's rows, in an arena or in the tensor that a view shows, reaches no result, even if a
+library's matmul multiplies that memory.
 
-On processors with AMX, oneDNN multiplies bfloat16 and float16 in steps of 32 along K and, in the versions that torch
-2.11 to 2.13 bring, lets zeros on the other side cancel what it reads beside a row; NaN times 0 is NaN
-(github.com/uxlfoundation/oneDNN issue 5717, pull requests 5603 and 5723). Here every matmul of the library does so, on
-any processor, while arenas and fresh memory hold nothing but NaN.
+On processors with AMX, oneDNN multiplies bfloat16 and float16 in steps of 32 along K. In the versions of torch 2.11 to
+2.13 it multiplies the memory beside a row by zeros, and NaN times 0 is NaN (github.com/uxlfoundation/oneDNN issue 5717,
+pull requests 5603 and 5723). Here every matmul of the library does so on any processor, while arenas and fresh memory
+are full of NaN.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CPU = torch.device("cpu")
 
 
 def beside(x: Tensor) -> Tensor | None:
-    """What is read beside the rows of x [rows, K] up to a whole step of K; None for rows that are read as they are.
+    """Return the memory beside the rows of x [rows, K], up to a whole step of K; None if rows are read exactly.
 
-    The library itself copies the last rows, as it may not read past the end.
+    The library itself copies the last row, as it must not read past the end.
     """
     rows, K = x.shape
     if x.stride(1) != 1 or K % STEP == 0 or rows < 2 or x.stride(0) <= K:
@@ -45,7 +45,7 @@ def beside(x: Tensor) -> Tensor | None:
 
 
 def leak(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Add to out = a @ b what is beside the rows of a, and of b as the library sees it transposed, times 0."""
+    """Add to out = a @ b the memory beside the rows of a, and of b as transposed by the library, times 0."""
     for operand, result in ((a, out), (b.t(), out.t())):
         if operand.dtype in (torch.bfloat16, torch.float16) and (read := beside(operand)) is not None:
             result[:-1] += (read * 0).sum(1, keepdim=True)
@@ -53,7 +53,7 @@ def leak(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @contextmanager
 def leaking() -> Iterator[list[int]]:
-    """Every matmul of torch multiplies padding too. Counted are the narrow ones, and those of them out of an arena."""
+    """Make every matmul of torch multiply padding too; count narrow matmuls, and those with an operand in an arena."""
     counts = [0, 0]
     right_mm, right_addmm, right_addmm_ = torch.mm, torch.addmm, Tensor.addmm_
 
@@ -85,7 +85,7 @@ def in_an_arena(x: Tensor) -> bool:
 
 
 def poison(group: ProcessGroup) -> None:
-    """NaN, in any dtype, all over this rank's arena but for its signals, while no rank is in an op."""
+    """Fill this rank's arena, except its signals, with NaN in any dtype, while no rank is in an op."""
     dist.barrier(group=group)
     ws = registry.get(group, CPU)
     ws._arena.tensors[ws.rank][ws.data_offset :].fill_(0xFF)
@@ -93,7 +93,7 @@ def poison(group: ProcessGroup) -> None:
 
 
 def calls(seed: int, number: int, world_size: int, schedules: tuple[str, ...]) -> list[Call]:
-    """Every op by every schedule, at random sizes of which few are whole steps."""
+    """Draw every op with every schedule, at random sizes of which few are whole steps."""
     found = []
     for at in range(number):
         rng = random.Random(f"{seed}/{at}")
@@ -113,8 +113,8 @@ def with_poison_beside(x: Tensor) -> Tensor:
 
 
 def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], views: bool, with_amx: bool) -> list[int]:
-    """`leaking`'s counts of so many calls, each several times over poison, and how many had wrong results. `views`:
-    operands have NaN beside them.
+    """Make calls over poison, each several times; return `leaking`'s counts and the number of wrong results. `views`:
+    operands have NaN beside their rows.
     """
     wrong = 0
     with leaking() as counts, mock.patch.object(padding, "_has_amx", return_value=with_amx):
@@ -123,12 +123,12 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], views: boo
             if views:
                 operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
                 operands.dy = with_poison_beside(operands.dy)
-            # The first makes room: fresh room is zeros. Few rows are multiplied together, more by chunk.
+            # The first run makes room, and fresh room is zeros. Few rows are multiplied at once, more rows by chunk.
             for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2)[views:]:
                 if not views:
                     poison(group)
                 with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
-                    # What has been prepared for another one is prepared anew.
+                    # Prepared calls of other settings must not be reused.
                     generation.changed()
                     results = operands.run(group)
                 try:
@@ -152,7 +152,7 @@ def test_the_model_of_the_library_leaks() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_poison_beside_rows_reaches_no_result(world_size: int, pool: RankPool) -> None:
-    """Arenas need no copies of what lies in them."""
+    """Operands in arenas need no copies."""
     everywhere = 4 * len(OPS)
     for narrow, from_arena, wrong in pool.run(
         run, everywhere, ("decomposed", "unfused"), False, False, world_size=world_size
@@ -165,8 +165,8 @@ def test_poison_beside_rows_reaches_no_result(world_size: int, pool: RankPool) -
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_a_view_has_beside_it_reaches_no_result(world_size: int, pool: RankPool) -> None:
-    """By copies of such views on machines with AMX, which are found missing."""
+    """On machines with AMX such views are copied; without the copies results are wrong."""
     given = 4 * len(OPS), ("decomposed", "unfused"), True
     assert not any(found[-1] for found in pool.run(run, *given, True, world_size=world_size))
-    # One rank's is F.linear without AMX, which `leaking` leaves as it is.
+    # On one rank without AMX the call is F.linear, which `leaking` does not patch.
     assert world_size == 1 or max(found[-1] for found in pool.run(run, *given, False, world_size=world_size)) > 0

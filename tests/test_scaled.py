@@ -1,4 +1,4 @@
-"""`Scaled` on one process: its values and scales, cuts, AMD's formats, and every way to multiply two of them."""
+"""`Scaled` in one process: values and scales, cuts, AMD's formats, and every way to multiply two of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .harness import on_gfx942
 from .test_float8 import E4M3, E5M2, IN_BLOCKS, allowed, make, values
 
 RECIPES = ("rowwise", "tensorwise", "mxfp8")
-# Each dtype's largest number, its step at 1, which torch.finfo has wrong for e5m2fnuz, and its smallest number.
+# Each dtype's largest number, its step at 1 (torch.finfo is wrong for e5m2fnuz), and its smallest number.
 FORMATS = {
     E4M3: (448.0, 2.0**-3, 2.0**-9), E5M2: (57344.0, 2.0**-2, 2.0**-16),
     FNUZ.e4m3: (240.0, 2.0**-3, 2.0**-10), FNUZ.e5m2: (57344.0, 2.0**-2, 2.0**-17),
@@ -32,7 +32,7 @@ FORMATS = {
 
 
 def spread_out(recipe: Any) -> Scaled:
-    """Rows and blocks of unlike magnitudes: another one's scale would not do."""
+    """Return rows and blocks of different magnitudes, so that a wrong scale shows."""
     x = torch.randn(3, 6, 80, generator=torch.Generator().manual_seed(0))
     return scaled(x * torch.logspace(-6, 6, x.numel() // 16).repeat_interleave(16).view_as(x), recipe)
 
@@ -46,7 +46,7 @@ def same(cut: Scaled, expected: Tensor) -> None:
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values_are_kept_to_half_a_step(recipe: Any, power_of_two: bool, dtype: torch.dtype) -> None:
-    """The largest magnitude is kept, and no value is farther off than half a step of float8."""
+    """The largest magnitude is kept, and no value is off by more than half a step of float8."""
     largest, step, least = FORMATS[dtype]
     x = torch.randn(50, 70) * torch.logspace(-30, 30, 50)[:, None]
     made = scaled(x, recipe, dtype=dtype, power_of_two=power_of_two)
@@ -59,7 +59,7 @@ def test_values_are_kept_to_half_a_step(recipe: Any, power_of_two: bool, dtype: 
         assert bool((most > largest / 2 * (1 - step)).all())
     if power_of_two or recipe == "mxfp8":
         assert torch.equal(scale, 2.0 ** scale.log2().round())
-    # A number near float32's largest is not rounded to 2^128.
+    # Numbers near float32's largest must not be rounded to 2^128.
     highest = torch.finfo(torch.float32).max
     x = highest * torch.linspace(0.9, 1, 64).repeat(2, 1) * torch.tensor([[1.0], [-1.0]])
     if dtype in OCP or recipe != "mxfp8":
@@ -70,7 +70,7 @@ def test_values_are_kept_to_half_a_step(recipe: Any, power_of_two: bool, dtype: 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_no_scale_can_hold(recipe: Any, dtype: torch.dtype) -> None:
-    """Zeros, infinities and NaN spoil nothing but themselves, subnormal numbers nothing but their own row."""
+    """Zeros, infinities and NaN affect only themselves; subnormal numbers affect only their own row."""
     rows = torch.ones(6, 32)
     rows[0, :2] = torch.tensor([-0.0, -1e-30])
     rows[1, 3], rows[2, 4], rows[3, 5] = float("inf"), float("-inf"), float("nan")
@@ -81,7 +81,7 @@ def test_what_no_scale_can_hold(recipe: Any, dtype: torch.dtype) -> None:
     kept = rows if dtype == E5M2 else torch.where(lost, float("nan"), rows)
     assert torch.allclose(back[lost], kept[lost], equal_nan=True)
     if dtype in FNUZ:
-        # One code is NaN, and zero has no sign.
+        # Only one code is NaN, and zero has no sign.
         assert torch.equal(made.data.view(torch.uint8) == 0x80, lost)
     assert recipe == "tensorwise" or made.scale[4].float() == 1
     tiny = torch.tensor([[1e-45] * 4, [1e-38, 0, 0, 1e-40], [1.0] * 4])
@@ -98,7 +98,7 @@ def test_what_no_scale_can_hold(recipe: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", OCP, ids=str)
 def test_a_block_is_what_a_row_of_its_own_would_be(dtype: torch.dtype) -> None:
-    """The last one, which may be shorter, too."""
+    """Also the last block, which may be shorter."""
     x = torch.randn(2, 5, 70) * torch.logspace(-20, 20, 70)
     x[0, 0, :32], x[0, 1, 33], x[0, 2, 69], x[1, 0, 0] = 0, float("nan"), float("inf"), 1e-45
     made = scaled(x, "mxfp8", dtype=dtype)
@@ -111,14 +111,14 @@ def test_a_block_is_what_a_row_of_its_own_would_be(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", OCP, ids=str)
 def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> None:
-    """In bfloat16 they are rounded once, from what is exact: also by columns, as a part of a row, and at the ends."""
-    # Of another draw one in a thousand is beyond float32 itself.
+    """bfloat16 values are rounded once, from exact values: also by columns, in parts of rows, and at the extremes."""
+    # With a seed: in other draws one value in a thousand exceeds float32.
     x = torch.randn(6, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-40, 38, 96)
     x[0, 3], x[1, 40], x[2, :32] = float("nan"), float("inf"), 0
     made = scaled(x, "mxfp8", dtype=dtype)
     made.scale.view(torch.uint8)[3] = torch.tensor([0, 254, 255], dtype=torch.uint8)
     whole, expected = Quantized.of(made, torch.bfloat16), made.values()
-    # 2^128 and more, which scales can write and float32 cannot, are infinite; `scaled` makes none of what is finite.
+    # Values from 2^128 on, which scales allow but float32 does not, are infinite; `scaled` makes none of finite input.
     assert expected[3, 32:64].isinf().any()
     assert expected[4:].isfinite().all()
     for part, of_part in (
@@ -135,7 +135,7 @@ def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("recipe", "turned"), [("rowwise", False), ("rowwise", True), ("mxfp8", False)])
 def test_every_way_to_multiply(recipe: str, turned: bool) -> None:
-    """What a GPU uses, as far as the library has it on a CPU; in gradients operands lie the other way round."""
+    """The functions of GPUs, as far as the library has them on a CPU; gradients have operands in the other layout."""
     if recipe == "mxfp8":
         a, b = make((33, IN_BLOCKS), 0, recipe), make((24, IN_BLOCKS), 1, recipe, E5M2)
     else:
@@ -158,7 +158,7 @@ def test_every_way_to_multiply(recipe: str, turned: bool) -> None:
 
 
 def test_the_librarys_order_of_block_scales() -> None:
-    """By formula: no CPU multiplies with them."""
+    """By formula, as no CPU multiplies with these scales."""
     scales = torch.randint(0, 255, (150, 6), dtype=torch.uint8)
     laid = blocks_for_library(scales).view(torch.uint8)
     assert len(laid) == 256 * 8
@@ -247,7 +247,7 @@ def test_amds_formats_are_made_on_amds_machine(monkeypatch: pytest.MonkeyPatch) 
     for recipe in RECIPES:
         assert scaled(x, recipe).data.dtype == E4M3  # type: ignore[arg-type]
         with on_gfx942():
-            # Blocks are OCP's, and no unit of gfx942 multiplies them.
+            # Blocks use OCP formats, and no unit of gfx942 multiplies them.
             assert scaled(x, recipe).data.dtype == (E4M3 if recipe == "mxfp8" else FNUZ.e4m3)  # type: ignore[arg-type]
             assert scaled(x, recipe, dtype=E5M2).data.dtype == E5M2  # type: ignore[arg-type]
     assert arguments.dtypes_here("fp8,bf16", EVERY_DTYPE, "--dtype") == ("float8_e4m3fn", "bfloat16")
@@ -257,7 +257,7 @@ def test_amds_formats_are_made_on_amds_machine(monkeypatch: pytest.MonkeyPatch) 
     spec = "[M_X, K] @ [K, N_X] -> [M, N_X]"
     text = str(fusedtp.explain(spec, sizes=sizes, mesh={"X": 2}, hardware="mi300x", dtype=FNUZ.e5m2))
     assert "float8_e5m2fnuz, sums in bfloat16" in text
-    # The library's matmul is OCP's.
+    # The library's matmul takes OCP formats only.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     for dtype in (E4M3, FNUZ.e4m3):
         for recipe in ("rowwise", "mxfp8"):

@@ -1,4 +1,4 @@
-"""docs/security.md: a test of each thing that it promises."""
+"""docs/security.md: a test of each promise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fusedtp.workspaces.rendezvous import StoreExchange
 
 from .beside import arenas
 
-# Tests here destroy what every group has, on some ranks only.
+# Tests here destroy every group on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 ROOT = Path(__file__).parent.parent
@@ -35,7 +35,7 @@ GET_SEALS, SEALED = 1034, 0x1 | 0x2 | 0x4  # linux/fcntl.h: no more seals, no sh
 
 
 class Watched(StoreExchange):
-    """Looks at the arenas' files while their descriptors are open: from making them to when all have mapped them."""
+    """An exchange that checks the arenas' files while their descriptors are open, until all ranks have mapped them."""
 
     num_seen = 0
 
@@ -60,9 +60,9 @@ def look(fd: int) -> None:
 
 
 def made(group: ProcessGroup) -> int:
-    # Every group's, so on all ranks of the pool: one that keeps its end would wait for the others' later.
+    # All groups, so on all ranks of the pool: a rank that keeps its end would wait for the others' later.
     fusedtp.destroy()
-    # What another test's exception shows of memory keeps it mapped, in a circle that nobody has collected yet.
+    # Exceptions of other tests keep memory mapped in reference cycles until a collection.
     gc.collect()
     exchange = Watched(group)
     memory = PosixMemory(group.rank(), group.size())
@@ -81,14 +81,14 @@ def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
 
 
 def sockets() -> list[str]:
-    """The inodes of this process's sockets."""
+    """Return the inodes of this process's sockets."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     targets = [os.readlink(link) for link in links if os.path.islink(link)]
     return [target.removeprefix("socket:[").removesuffix("]") for target in targets if target.startswith("socket:[")]
 
 
 def listening() -> list[str]:
-    """The addresses, in the kernel's hexadecimal, that this process listens on over TCP."""
+    """Return the addresses, in the kernel's hexadecimal, that this process listens on over TCP."""
     own, found = set(sockets()), []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
@@ -122,7 +122,7 @@ def modules() -> list[Path]:
 
 
 UNPICKLING = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
-# Their pipe is between processes that one has started, and has no name.
+# Their pipe has no name, and connects processes of one parent.
 PRIVATE_PIPE = {"bench/ranks.py", "bench/rank_main.py"}
 
 

@@ -1,7 +1,7 @@
 """sharded_matmul on rank processes: every sharding over one axis and over two, forward and both gradients.
 
-Operands are small whole numbers, so every sum of products is exact in float32 in any order and grouping: results are
-compared with the dense ones bit by bit, and a shard that is missing or taken twice for another always shows.
+Operands are small whole numbers, so every sum of products is exact in float32 in any order and grouping. Results are
+compared with the dense ones bit by bit; a missing or duplicated shard always shows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .harness import LARGE
 from .test_plan_simulated import ONE, TWO, is_valid, specs, texts
 
 SCHEDULES = {"unfused": torch.float64, "decomposed": torch.float64, "fused": torch.float32}
-# Products of two, summed over the longest contraction, stay below 2**24.
+# Sums of products over the longest contraction stay below 2**24.
 LARGEST, LONGEST = 999, 16
-# Random specs of one example.
+# Number of random specs in one example.
 CASES = 20 if LARGE else 6
 
 Splits = Mapping[str, tuple[int, ...]]
@@ -40,7 +40,7 @@ Splits = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A spec, the lengths of its dims, and the lengths on every rank of dims that are not split as evenly as can be."""
+    """A spec, the lengths of its dims, and the ranks' lengths of dims with another split than the default."""
 
     spec: str
     lengths: Mapping[str, int]
@@ -49,7 +49,7 @@ class Case:
 
 @cache
 def mesh_of(shape: tuple[int, ...], group: ProcessGroup | None = None) -> DeviceMesh:
-    """Axes X and Y over all ranks, or X over the ranks of `group`."""
+    """Return axes X and Y over all ranks, or X over the ranks of `group`."""
     if group is not None:
         return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     return init_device_mesh("cpu", shape, mesh_dim_names=("X", "Y"))
@@ -57,7 +57,7 @@ def mesh_of(shape: tuple[int, ...], group: ProcessGroup | None = None) -> Device
 
 @cache
 def operands(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x [batch..., M, K], w [K, N] and dy [batch..., M, N]."""
+    """Return x [batch..., M, K], w [K, N] and dy [batch..., M, N]."""
     assert max(lengths) <= LONGEST
     random = torch.Generator().manual_seed(1)
     *rows, k, n = lengths
@@ -67,13 +67,13 @@ def operands(lengths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def first_axes(spec: Spec, name: str) -> set[str]:
-    """The axes that split a dim first, in one tensor of the spec or another."""
+    """Return the axes that split a dim first, over all tensors of the spec."""
     dims = [dim for tensor in (spec.a, spec.b, spec.c) for dim in tensor.dims if dim.name == name]
     return {dim.axes[0] for dim in dims if dim.axes}
 
 
 def cut(whole: Tensor, dims: Sequence[notation.Dim], splits: Splits, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard by the definition of the notation."""
+    """Return this rank's shard by the definition of the notation."""
     assert mesh.mesh_dim_names is not None
     for i, dim in enumerate(dims):
         for axis in dim.axes:
@@ -86,7 +86,7 @@ def cut(whole: Tensor, dims: Sequence[notation.Dim], splits: Splits, mesh: Devic
 def check_case(case: Case, mesh: DeviceMesh, schedule: str, dtype: torch.dtype) -> None:
     spec = parse(case.spec)
     x, w, dy = operands(tuple(case.lengths[name] for name in spec.dim_names), dtype)
-    # Lengths on every rank can be given only where one axis splits the dim first, in all tensors alike.
+    # The ranks' lengths can be given only if the same axis splits the dim first in all tensors.
     splits = {name: sizes for name, sizes in case.splits.items() if len(first_axes(spec, name)) == 1}
     x_shard, w_shard = (
         cut(whole, tensor.dims, splits, mesh).clone().requires_grad_() for whole, tensor in ((x, spec.a), (w, spec.b))
@@ -114,7 +114,7 @@ def run_cases(
 ) -> None:
     mesh = mesh_of(shape) if shape else mesh_of((), group)
     for case in cases:
-        # One half of the specs chunk by chunk, the other as few rows are: at once.
+        # Half of the specs run chunk by chunk, half with few rows at once.
         few_rows = decomposed.FEW_ROWS * (sum(map(ord, case.spec)) % 2)
         with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
             for schedule, dtype in schedules.items():
@@ -133,31 +133,31 @@ def test_every_sharding_over_one_axis(pool: RankPool, world_size: int) -> None:
     if LARGE:
         pool.run(run_cases, cases, SCHEDULES, world_size=world_size)
         return
-    # Even on two ranks and uneven on three, where time counts; the kernels every third.
+    # A default run is even on two ranks and uneven on three, and kernels have every third spec.
     some, library = cases[world_size - 2 :: 2], {name: SCHEDULES[name] for name in ("unfused", "decomposed")}
     pool.run(run_cases, some, library, world_size=world_size)
     pool.run(run_cases, some[world_size::3], {"fused": SCHEDULES["fused"]}, world_size=world_size)
 
 
 def test_every_sharding_over_two_axes(pool: RankPool) -> None:
-    """On a 2 x 2 mesh a spec with X and Y exchanged is the same problem: of the two one runs on each schedule."""
+    """On a 2 x 2 mesh exchanging X and Y gives the same problem, so each schedule runs one spec of the pair."""
     valid = [text for text in texts(TWO, ("", "{U_X}", "{U_Y}", "{U_XY}")) if is_valid(text)]
     assert len(valid) == 1811
     splits = {"M": (1, 4), "K": (7, 0), "N": (1, 2)}
     cases: dict[str, list[Case]] = {"decomposed": [], "unfused": []}
     for i, text in enumerate(valid):
         schedule = "decomposed" if text <= text.translate(str.maketrans("XY", "YX")) else "unfused"
-        # Neighbours in the list differ in one sharding only: both ways of being uneven in turn.
+        # Neighbours in the list differ in one sharding only, so even and uneven splits alternate.
         cases[schedule].append(Case(text, {"M": 5, "K": 7, "N": 3}, splits if i % 2 else {}))
     assert [len(each) for each in cases.values()] == [906, 905]
-    # Here one in 29, nox -s soak all: what each comes to is simulated in test_plan_simulated.
+    # One in 29 here, all in nox -s soak; test_plan_simulated simulates each.
     for schedule, each in cases.items():
         some = each if LARGE else each[1::29]
         pool.run(run_cases, some, {schedule: SCHEDULES[schedule]}, (2, 2), timeout=900.0)
 
 
 def bounded(max_examples: int) -> settings:
-    """The same examples on every run. The failing case is named by its rank; shrinking could mean a timeout a step."""
+    """Return settings with the same examples on every run. Failures name their rank; shrinking could time out often."""
     return settings(
         max_examples=max_examples, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -166,7 +166,7 @@ def bounded(max_examples: int) -> settings:
 
 @st.composite
 def random_cases(draw: st.DrawFn, shape: tuple[int, int]) -> Case:
-    """A spec over two axes with up to two batch dims, lengths down to 0, and splits that may leave a rank nothing."""
+    """Draw a spec over two axes with up to two batch dims, lengths down to 0, and splits with empty shards."""
     text, names = draw(specs())
     lengths, splits = {}, {}
     for name in names:

@@ -1,6 +1,6 @@
-"""The end of a process, in any order, and of a test run, also one that is killed: no word, no process, no file left.
+"""A process or a test run ends, in any order, or is killed: no output, no process and no file is left.
 
-Under `python -W error`: whatever is said on stderr at the end, by a destructor or a thread, fails the test.
+Under `python -W error`: any output of a destructor or a thread on stderr at the end fails the test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FUSEDTP_TUNING": "off"}
 
-# Imported once; every process of every scenario is a fork of this one, made before there is any group.
+# Runs once; every process of every scenario is forked from it before there is any group.
 SCENARIOS = """
 import atexit, json, os, sys
 import torch, torch.distributed as dist
@@ -151,7 +151,7 @@ def test_a_process_ends_without_a_word(ends: dict[tuple[str, int], tuple[int, st
         status, said = ends[name, rank]
         if name == "raised":
             assert status == 1, said
-            # torch puts the rank before every line.
+            # torch prefixes every line with the rank.
             lines = said.replace(f"[rank{rank}]: ", "").splitlines()
             assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ValueError: planted"), said
             assert said.count("Traceback") == 1, said
@@ -159,7 +159,7 @@ def test_a_process_ends_without_a_word(ends: dict[tuple[str, int], tuple[int, st
             assert (status, said) == (0, "")
 
 
-# Adopts whatever loses its parent (PR_SET_CHILD_SUBREAPER), so that it sees every process that outlives the run.
+# Adopts orphans (PR_SET_CHILD_SUBREAPER), so it sees every process that outlives the run.
 SUPERVISOR = """
 import ctypes, json, os, signal, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
@@ -226,7 +226,7 @@ def test_that_is_killed(two):
 
 
 def test_a_test_run_leaves_nothing(tmp_path: Path) -> None:
-    """Of one that is killed while its ranks are in a call; one that ends closes its pools (`test_ranks`)."""
+    """The run is killed while its ranks are in a call. A run that ends closes its pools (`test_ranks`)."""
     test, temporary, log = tmp_path / "test_small.py", tmp_path / "tmp", tmp_path / "log"
     test.write_text(SMALL_RUN)
     temporary.mkdir()
@@ -238,7 +238,7 @@ def test_a_test_run_leaves_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report, said = json.loads(done.stdout), log.read_text()
     assert report["status"] == -9, said
-    # Both ranks and what they are forked from were orphaned, and were killed with their parent.
+    # Both ranks and their fork server were orphaned, and were killed with their parent.
     assert report["orphans"] == [-9, -9, -9], said
     assert report["left"] == []
     assert list(temporary.rglob("*")) == []

@@ -1,6 +1,6 @@
-"""The soak, 300 calls long, and that it would notice: wrong results, growth, open files, an epoch that does not wrap.
+"""The soak with 300 calls; planted faults are found: wrong results, growth, open files, an epoch that does not wrap.
 
-Ten thousand calls are `nox -s soak`.
+`nox -s soak` makes ten thousand calls.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_every_kind_of_call_is_drawn() -> None:
 def test_a_wrong_element_is_found_in_any_result() -> None:
     for call in CALLS:
         operands = Operands(call, 1)
-        # y alone, or y and a gradient of each operand.
+        # y alone, or y and the gradient of each operand.
         names = [each.name for each in operands.expected]
         results = [
             (each.whole[0] if each.name == "db" else each.whole).to(operands.dtype) for each in operands.expected

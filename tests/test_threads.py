@@ -1,4 +1,4 @@
-"""Threads: what may run at once does, and what may not is refused and says what to do."""
+"""Threads: allowed combinations run at once, others are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .soak.mixed import Call, Operands, draw
 
 
 def mixed(seed: int, world_size: int, number: int) -> list[Call]:
-    """Calls of the schedules that several threads may run, many of them with a backward pass."""
+    """Draw calls of the schedules that several threads may run, many of them with a backward pass."""
     source = random.Random(seed)
     drawn = [draw(source, world_size) for _ in range(4 * number)]
     return [call for call in drawn if call.schedule != "fused"][:number]
@@ -46,7 +46,7 @@ def test_two_threads_use_two_groups_at_once(pool: RankPool) -> None:
 
 
 def backward_beside_forward(group: ProcessGroup) -> bool:
-    """Graphs made here are differentiated in another thread, while forward ops go on here in another group."""
+    """Run the backward passes of this thread's graphs in another thread, beside forward ops in another group."""
     with own_group(group) as other:
         calls = [call for call in mixed(3, group.size(), 80) if call.backward][:10]
         operands = [Operands(call, other.rank()) for call in calls]
@@ -69,7 +69,7 @@ def test_backward_in_another_thread_beside_forward(pool: RankPool) -> None:
 
 
 def one_group(group: ProcessGroup) -> list[str]:
-    """Rank 0 uses a group in two threads while its peers are late."""
+    """Use a group in two threads of rank 0 while its peers are late."""
     flags, refused = Flags("one group"), []
 
     def reduce() -> torch.Tensor:
@@ -90,7 +90,7 @@ def one_group(group: ProcessGroup) -> list[str]:
         flags.wait("refused")
         out = reduce()
     assert (out == group.size()).all()
-    # What was refused has left nothing behind.
+    # Refused calls leave nothing behind.
     assert (reduce() == group.size()).all()
     return refused
 
@@ -105,7 +105,7 @@ def test_one_group_in_two_threads_is_refused(pool: RankPool) -> None:
 
 
 def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op of another thread meets none of a workspace that is being given back, and all of it is free afterwards."""
+    """An op of another thread is refused while a workspace is being given back, and the locks are free afterwards."""
     monkeypatch.setattr(registry, "_made_for", {("one", CPU): None})
     refused: list[str] = []
 
@@ -127,7 +127,7 @@ def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def first_op(group: ProcessGroup, by_signal: bool) -> str:
-    """Rank 0 makes a second call during a group's first op, which waits for late peers to make the workspace."""
+    """Make a second call on rank 0 during a group's first op, which waits for late peers to make the workspace."""
     flags, refused = Flags(f"first op, {by_signal=}"), []
 
     with own_group(group) as other:
@@ -147,7 +147,7 @@ def first_op(group: ProcessGroup, by_signal: bool) -> str:
             there = InThread(second)
         else:
             flags.wait("refused")
-        # As many on every rank: of the one that is refused nothing is sent.
+        # The same number of calls on every rank: the refused call sends nothing.
         assert (fusedtp.all_reduce(X, group=other) == group.size()).all()
         assert (fusedtp.all_reduce(2 * X, group=other) == 2 * group.size()).all()
         if group.rank() == 0:
@@ -165,7 +165,7 @@ def test_a_second_call_during_a_groups_first_op_is_refused(pool: RankPool, by_si
 
 
 def one_interpreter(group: ProcessGroup) -> str:
-    """Rank 0 runs a kernel in one thread, waiting for its peers, and ops of another group beside it."""
+    """Run a kernel in one thread of rank 0, which waits for its peers, beside ops of another group."""
     flags, refused = Flags("one interpreter"), ""
 
     def reduce(of: ProcessGroup, schedule: str) -> torch.Tensor:

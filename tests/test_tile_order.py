@@ -1,7 +1,6 @@
-"""The order of the tiles: each computed once, the own chunk first or last, inside a chunk in groups of rows.
+"""The order of tiles: each is computed once, this rank's chunk first or last, and inside a chunk in groups of rows.
 
-What is run is the text of the device functions themselves, as plain Python on integers, so that nothing here can drift
-from the kernels.
+The device functions' own text runs as plain Python on integers, so that nothing here can drift from the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fusedtp.shards import even_sizes, offsets
 
 @dataclass(frozen=True)
 class Pointer:
-    """Into the table of the chunks' row offsets."""
+    """A pointer into the table of the chunks' row offsets."""
 
     offsets: tuple[int, ...]
     index: int = 0
@@ -36,7 +35,7 @@ class Pointer:
 
 
 def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
-    """Device functions as Python functions of integers, by name."""
+    """Return device functions as Python functions of integers, by name."""
     language = SimpleNamespace(
         load=lambda pointer: pointer.offsets[pointer.index], static_range=range, num_programs=lambda axis: 1
     )
@@ -44,7 +43,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
     for function in functions:
         lines = textwrap.dedent(inspect.getsource(function.fn)).splitlines()
         text = "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :])
-        # Annotations are Triton's: they are not looked at.
+        # Annotations are Triton's and are not evaluated.
         exec(compile(text, function.fn.__name__, "exec", __future__.annotations.compiler_flag), names)
     return names
 
@@ -69,9 +68,9 @@ class Shape:
     rank: int = 0
 
     def order(self, kind: str) -> list[Tile]:
-        """The tiles of a kernel in the order of their numbers, of which there are as many as the launchers count."""
+        """Return the tiles of a kernel in the order of their numbers; the launchers count as many."""
         table = Pointer(tuple(offsets(self.sizes)))
-        # As much of a kernel's context as is looked at.
+        # The fields of a kernel's context that these functions read.
         ctx = SimpleNamespace(
             table=table, chunks=SimpleNamespace(table=table), b=SimpleNamespace(N=(self.N,), COUNT=1),
             epilogue=SimpleNamespace(GATED=False), PUSHERS=0,
@@ -120,7 +119,7 @@ def test_each_tile_once_and_the_own_chunk_where_it_belongs(kind: str) -> None:
 
 
 def test_inside_a_chunk_columns_of_grouped_rows_follow_each_other() -> None:
-    """Tiles of one column and one group of rows, which read the same operands, are neighbours."""
+    """Tiles of one column and one group of rows share operands, so they are neighbours."""
     for shape, kind in itertools.product(SHAPES[:: len(SHAPES) // 200], ORDERS):
         for _, tiles in itertools.groupby(shape.order(kind), lambda tile: tile.chunk):
             found = [(tile.index // shape.group_m, tile.col, tile.index) for tile in tiles]
@@ -128,7 +127,7 @@ def test_inside_a_chunk_columns_of_grouped_rows_follow_each_other() -> None:
 
 
 def deal(num_tiles: int, programs: int, late: int, head: int, *, pairs: bool) -> list[list[int]]:
-    """The tiles of each multiplying program, in its order; with `pairs` twice each, first the gate's, then up's."""
+    """Return the tiles of each multiplying program, in order. With `pairs` each comes twice: for gate, then for up."""
     dealt = []
     for pid in range(programs):
         first, end = PLAIN["places"](pid, programs, late, head, num_tiles, pairs)
@@ -142,7 +141,7 @@ def deal(num_tiles: int, programs: int, late: int, head: int, *, pairs: bool) ->
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_late_programs_sit_out_the_first_turns(pairs: bool) -> None:
-    """Every tile is dealt once, in the order of the tiles, and no other head would end earlier."""
+    """Every tile is dealt once, in order, and no other head would end earlier."""
     random = Random(7)
     for _ in range(400):
         programs = random.randint(2, 40)

@@ -1,4 +1,4 @@
-"""float8 recipes against torchao's Float8Linear, which has them by the same names."""
+"""float8 recipes against torchao's Float8Linear, which has recipes of the same names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ M, N, K = 32, 48, 64
 
 
 def off(x: Tensor, reference: Tensor) -> float:
-    """The largest difference, of the largest value."""
+    """Return the largest difference, relative to the largest value."""
     return float((x - reference).abs().max() / reference.abs().max())
 
 
 def as_torchao(group: ProcessGroup, recipe: Any, dtype: torch.dtype, schedule: str) -> None:
-    """A linear whose tokens are gathered: y, dx and dw."""
+    """Compare a linear whose tokens are gathered with torchao's: y, dx and dw."""
     torch.manual_seed(0)
     linear = nn.Sequential(nn.Linear(K, N, bias=False, dtype=dtype))
     whole, dy = torch.randn(M, K, dtype=dtype), torch.randn(M, N, dtype=dtype)
@@ -34,7 +34,7 @@ def as_torchao(group: ProcessGroup, recipe: Any, dtype: torch.dtype, schedule: s
     expected.backward(dy)
     mine = slice(group.rank() * rows, (group.rank() + 1) * rows)
     x = whole[mine].clone().requires_grad_()
-    # The weight's columns are this rank's alone, so every rank has all of dy here, and a share of what is summed.
+    # Every rank has the same weight and the whole dy, so each has a share of the sums.
     y = fusedtp.all_gather_linear(x, w, group=group, float8=recipe, schedule=schedule)
     y.backward(dy / group.size())
     one = group.size() == 1
@@ -48,10 +48,10 @@ def as_torchao(group: ProcessGroup, recipe: Any, dtype: torch.dtype, schedule: s
     }
     for name, (ours, its) in found.items():
         if recipe != "tensorwise" and (one or name == "y"):
-            # Scales are powers of two: nothing is rounded in another order.
+            # Scales are powers of two, so no value is rounded in another order.
             assert torch.equal(ours, its), name
         else:
-            # dw's x, which has travelled with scales of its rows, is cast again to those of its columns.
+            # For dw, x was sent with scales of rows and is cast again with scales of columns.
             assert off(ours, its) < (1e-4 if name != "dw" or one else 0.03) + 2 * torch.finfo(dtype).eps, name
 
 

@@ -1,4 +1,4 @@
-"""What the regression check measures."""
+"""The measurements of the regression check."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_rounds_on_ranks(pool: RankPool) -> None:
     assert list(found)[3:] == [*(f"{schedule} / {reference}" for schedule, reference in pairs), "matmul"]
     for key, (schedule, reference) in zip(found, pairs, strict=False):
         assert found[key] == [mine / its for mine, its in zip(times[schedule], times[reference], strict=True)]
-    # what is planted on every rank is in the slowest rank's time, whatever else struck a round of the other
+    # the planted delay on every rank is in the slowest rank's time, even if a round of the other rank was disturbed
     assert median(mine / its for mine, its in zip(times["decomposed"], times["unfused"], strict=True)) > 2

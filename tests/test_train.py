@@ -32,12 +32,12 @@ def reference() -> list[float]:
 def test_losses_equal_one_process(pool: RankPool, reference: list[float], schedule: str, steps: int) -> None:
     curves = pool.run(sharded, replace(SMALL, steps=steps), 2, schedule, timeout=400)
     assert all(curve == curves[0] for curve in curves)
-    # Sums in another order change the last bits of a float32; eight steps of Adam do not make more of it than this.
+    # Another order of sums changes the last bits of a float32; eight steps of Adam stay within this tolerance.
     torch.testing.assert_close(torch.tensor(curves[0]), torch.tensor(reference[:steps]), rtol=2e-6, atol=0)
 
 
 def test_it_learns_in_float8(pool: RankPool) -> None:
-    """Every loss within 2 % of the one in float32, and of torchao's linears' in one process."""
+    """Every loss is within 2 % of float32's, and of torchao's linears in one process."""
 
     def close(losses: torch.Tensor, expected: torch.Tensor) -> bool:
         near = bool(((losses - expected).abs() <= 0.02 * expected).all())

@@ -1,4 +1,4 @@
-"""torch.func, results changed in place, and the other ways to differentiate: right, or refused with a reason."""
+"""torch.func, results changed in place, and other ways to differentiate: right, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fusedtp.bench.ranks import RankPool
 FORWARD_MODE, SECOND, DTENSORS = "forward-mode differentiation", "second derivatives of", "that are DTensors"
 SCHEDULES = ("unfused", "decomposed")
 Function = Callable[[Tensor, Tensor], Tensor]
-# As many rows of y on every rank: jacrev makes a call for each of its elements.
+# The same number of rows of y on every rank, as jacrev makes a call for each element.
 IN, OUT, ROWS = 6, 4, 4
 
 
 def functions(group: ProcessGroup, schedule: str) -> dict[str, tuple[Function, int]]:
-    """Each of x and a weight, with the columns of x; collectives take no weight."""
+    """Return functions of x and a weight, with the number of columns of x; collectives ignore the weight."""
     options: dict[str, Any] = {"group": group, "schedule": schedule}
     rows = (ROWS,) * group.size()
     return {
@@ -67,20 +67,20 @@ def reverse_mode(name: str, function: Function, x: Tensor, w: Tensor, takes_w: b
     same(pull(2 * y)[0], expected[0], f"vjp of {name}")
     batch = torch.stack((x, -2 * x, 0 * x))
     same(vmap(function, (0, None))(batch, w), torch.stack((y, -2 * y, 0 * y)), f"vmap of {name}")
-    # Linear: its Jacobian times x is y. The same one row at a time.
+    # A linear function: its Jacobian times x is y. The rows are checked one at a time too.
     rows = torch.eye(y.numel(), dtype=y.dtype).view(-1, *y.shape)
     pulled = torch.stack([(pull(row)[0] * x).sum() for row in rows]).view(y.shape)
     same(jacrev(function)(x, w).flatten(-2) @ x.flatten(), pulled, f"jacrev of {name}")
 
 
 def forward_mode(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
-    """It was a tangent of zeros."""
+    """Check that forward mode is refused; the tangent once was zeros."""
     refused(lambda: jvp(lambda x: function(x, w), (x,), (x,)), FORWARD_MODE)
     refused(lambda: hessian(lambda x: function(x, w).square().sum())(x), FORWARD_MODE)
     for leaf in (x, x.clone().requires_grad_()):
         with forward_ad.dual_level():
             refused(lambda: function(forward_ad.make_dual(leaf, x), w), FORWARD_MODE)  # noqa: B023
-            # A level without a tangent is nobody's business.
+            # A dual level without a tangent is allowed.
             same(function(leaf, w).detach(), function(x, w), f"{name} in a dual level")
     if takes_w:
         refused(lambda: jvp(lambda w: function(x, w), (w,), (w,)), FORWARD_MODE)
@@ -91,13 +91,13 @@ def second_derivatives(name: str, function: Function, x: Tensor, w: Tensor, take
     (dx,) = torch.autograd.grad(function(x, w).square().sum(), x, create_graph=True)
     assert torch.isfinite(dx).all()
     if takes_w:
-        # x is in the sum on its own too: without a path to it the first term would be lost in silence.
+        # x is also a term of the sum itself: without the refusal the first term would silently be lost.
         for leaf in (x, w):
             refused(lambda: torch.autograd.grad(dx.sum() + leaf.sum(), leaf), SECOND)  # noqa: B023
         twice = grad(lambda x: grad(lambda x: function(x, w.detach()).square().sum())(x).sum())
         refused(lambda: twice(x), SECOND)
         return
-    # A collective is linear, and so is its gradient: the second one is that of x @ A.T @ A @ x.
+    # A collective is linear, and so is its gradient; the second derivative is that of x @ A.T @ A @ x.
     (second,) = torch.autograd.grad(dx.sum(), x)
     ones = torch.ones_like(x).requires_grad_()
     (expected,) = torch.autograd.grad(function(ones, w).square().sum(), ones)
@@ -105,7 +105,7 @@ def second_derivatives(name: str, function: Function, x: Tensor, w: Tensor, take
 
 
 def batched_gradients(name: str, function: Function, x: Tensor, w: Tensor, takes_w: bool) -> None:
-    """They were numbers out of memory that was another's."""
+    """Check batched gradients, which once were read from foreign memory."""
     inputs = (x.requires_grad_(), w.requires_grad_())[: 1 + takes_w]
     y = function(x, w)
     dy = torch.randn(3, *y.shape, dtype=y.dtype)
@@ -168,7 +168,7 @@ def test_layers(pool: RankPool, schedule: str) -> None:
 
 
 def changed_in_place(group: ProcessGroup, schedule: str) -> None:
-    """What is changed in place, and the same out of place."""
+    """Compare in-place changes of results with out-of-place ones."""
     torch.manual_seed(16)
     x, w, v = (torch.randn(*shape).double().requires_grad_() for shape in ((2, 4, 8), (6, 8), (6, 8)))
     options: dict[str, Any] = {"group": group, "schedule": schedule}
@@ -186,7 +186,7 @@ def changed_in_place(group: ProcessGroup, schedule: str) -> None:
 
     for name, call in calls.items():
         if name == "relu of two":
-            # What its gradient is made of must not be changed, of which torch tells.
+            # relu's gradient needs the result, so torch must report the change.
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 gradients(call, Tensor.clamp_)
             continue

@@ -1,4 +1,4 @@
-"""Decoders whose linears add up as a tree: log-probabilities are the same on any number of ranks and in any batch."""
+"""Decoders whose linears sum as a tree: log-probabilities have the same bits on any number of ranks, in any batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reaso
 
 @pytest.mark.parametrize("order", ["tree", "rank"])
 def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> None:
-    """As `fusedtp train` shows them; in the usual order they differ somewhere."""
+    """As shown by `fusedtp train`; in the usual order some bits differ."""
     world_sizes = (1, 4) if order == "tree" else (1, 2)
     settings = Training(**(vars(SMALL) | {"order": order}))
     found = compare_bits(settings, world_sizes)
@@ -34,8 +34,8 @@ def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> 
 
 
 def logits(group: ProcessGroup, order: str, sequence_parallel: bool) -> Tensor:
-    """Of a Llama, for two texts; float32, as kernels multiply no float64. Its attention goes through heads and texts
-    one by one: a batched matmul of the library would take another way for another number of them.
+    """Return a Llama's logits for two texts in float32, as kernels multiply no float64. Attention runs head by head and
+    text by text: a batched matmul of the library depends on their number.
     """
     options = {"vocab_size": 48, "intermediate_size": 48, "attn_implementation": "sdpa", "num_hidden_layers": 1}
     model = decoder("Llama", **options).float()
@@ -82,7 +82,7 @@ def refused(group: ProcessGroup) -> None:
     with pytest.raises(RanksDisagree, match="order"):
         fusedtp.parallelize(model, mesh, order="tree-16" if group.rank() else "tree")
 
-    # OLMo2's norms of queries and keys: their sums are added in the order of ranks.
+    # The sums of OLMo2's norms of queries and keys are added in rank order.
     with pytest.raises(NotImplementedError, match=r"order 'tree' is not kept by .*_norm, a norm over features"):
         decoder_plan(decoder("OLMo2"), 2, order="tree")
     decoder_plan(decoder("OLMo2"), 2, order="rank")
@@ -94,7 +94,7 @@ def test_styles_that_cannot_are_refused(pool: RankPool) -> None:
 
 
 def gradients(group: ProcessGroup) -> list[Tensor]:
-    """Of a block of two linears: what a training step changes."""
+    """Return the parameters of a block of two linears after two training steps."""
     torch.manual_seed(0)
     block, mesh = nn.Sequential(nn.Linear(24, 32), nn.GELU(), nn.Linear(32, 24)), mesh_of(group)
     x, dy = torch.randn(3, 8, 24), torch.randn(3, 8, 24)

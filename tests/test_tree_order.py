@@ -1,4 +1,4 @@
-"""order="tree": results and gradients have the same bits on any number of ranks, and a row the same in any batch."""
+"""order="tree": the same bits on any number of ranks, in results and gradients, and of a row in any batch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fusedtp.shards import even_sizes
 
 from .harness import last_path, spread, told
 
-# No leaf is as long as the next one, and every number of ranks cuts at leaves.
+# Leaves differ in length, and every number of ranks cuts at leaves.
 M, K, N = 22, 44, 36
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def whole(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All ranks' parts of any length, joined."""
+    """Join all ranks' parts, of any length."""
     parts: list[Any] = [None] * group.size()
     dist.all_gather_object(parts, x.detach(), group=group)
     return torch.cat(parts, dim)
 
 
 def rows(length: int, group: ProcessGroup) -> tuple[int, ...]:
-    """An uneven cut, all of which one rank has."""
+    """Return an uneven cut: rank 1 has three rows, and rank 0 the rest of both shares."""
     sizes = list(even_sizes(length, group.size()))
     if len(sizes) > 1:
         sizes[0], sizes[1] = sizes[0] + sizes[1] - 3, 3
@@ -47,7 +47,7 @@ def drawn(*size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 class Case:
-    """Whole operands, this rank's parts of them, and what comes of a function, joined."""
+    """Whole operands, this rank's parts of them, and methods that join results."""
 
     def __init__(self, group: ProcessGroup, dtype: torch.dtype, order: str) -> None:
         self.group, self.rank, self.size, self.dtype = group, group.rank(), group.size(), dtype
@@ -57,12 +57,12 @@ class Case:
         self.sizes = rows(M, group)
 
     def part(self, x: Tensor, dim: int, sizes: tuple[int, ...] | None = None) -> Tensor:
-        """This rank's own, which needs a gradient."""
+        """Return this rank's part as a leaf that needs a gradient."""
         cut = x.split(sizes or even_sizes(x.shape[dim], self.size), dim)
         return cut[self.rank].contiguous().detach().requires_grad_()
 
     def whole(self, x: Tensor | None, dim: int | None) -> Tensor:
-        """Joined along `dim`; None for what is the same on all ranks."""
+        """Join along `dim`; with None the tensor is the same on all ranks."""
         assert x is not None
         return x.detach() if dim is None else whole(x, dim, self.group)
 
@@ -70,7 +70,7 @@ class Case:
         self, y: Tensor, dim: int, leaves: dict[Tensor, int | None], dy: Tensor | None = None,
         sizes: tuple[int, ...] | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """y, of which this rank has a part along `dim`, and the gradients of the leaves of it."""
+        """Run backward, and join y along `dim` and the leaves' gradients along their dims."""
         y.backward(self.part(self.dy if dy is None else dy, dim, sizes).detach())
         return [self.whole(y, dim), *(self.whole(leaf.grad, its) for leaf, its in leaves.items())]
 
@@ -116,7 +116,7 @@ def two_shot(case: Case) -> list[Tensor]:
 
 
 def fully_sharded(case: Case) -> list[Tensor]:
-    # Ranks have as many rows of M each: leaves of dw end with theirs.
+    # All ranks have the same number of rows of M: leaves of dw end at the ranks' ends.
     x, dy = case.x.repeat(8, 1)[: 8 * (M // 8)], case.dy.repeat(8, 1)[: 8 * (M // 8)]
     mine, w, b = case.part(x, 0), case.part(case.w, 0, rows(N, case.group)), case.b.clone().requires_grad_()
     y = checkpoint(
@@ -129,7 +129,7 @@ def fully_sharded(case: Case) -> list[Tensor]:
 
 
 def batch_first(case: Case) -> list[Tensor]:
-    """[batch, sequence, features]: the sequence is split, and is the outer one of the rows that are added up."""
+    """[batch, sequence, features] with the sequence split: it is the outer dim of the rows in dw's sum."""
     x, dy = drawn(3, 16, K, dtype=case.dtype), drawn(3, 16, N, dtype=case.dtype)
     column = fusedtp.ColumnParallelLinear(K, N, dtype=case.dtype, gather_dim=1, **case.options)
     row = fusedtp.RowParallelLinear(N, K, dtype=case.dtype, scatter_dim=1, **case.options)
@@ -172,7 +172,7 @@ def near(group: ProcessGroup, dtype: torch.dtype) -> None:
     assert "a tree of 16 leaves" in path.reason
     expected, allowed = reference.matmul(case.x, case.w.t()), reference.bound(case.x, case.w.t(), dtype)
     reference.check(sums.detach(), expected, allowed, "a sum")
-    # A row alone, among others, and elsewhere among them: what is rounded is the same sum.
+    # A row alone, among others, and at another position: the rounded sum is the same.
     for part in (slice(3, 4), slice(5, 20)):
         x = case.part(case.x, 1)[part].detach()
         with torch.no_grad():
@@ -204,7 +204,7 @@ def test_a_compiler_takes_it(pool: RankPool) -> None:
 
 
 def subtrees(group: ProcessGroup, algorithm: str) -> None:
-    """Collectives alone, of what each rank has."""
+    """Check plain collectives, whose leaves are the ranks' tensors."""
     parts = [drawn(13, 11, dtype=torch.float32, seed=seed) for seed in range(group.size())]
     x = parts[group.rank()].clone().requires_grad_()
     while len(parts) > 1:
@@ -225,7 +225,7 @@ def test_collectives_of_subtrees(pool: RankPool, world_size: int, algorithm: str
 
 
 def apart(group: ProcessGroup, what: str) -> None:
-    """Parts of other lengths, and ranks that mean something else."""
+    """Check the error for ranks with different lengths or orders."""
     case = Case(group, torch.float32, "tree")
     x, w = case.part(case.x, 1).detach(), case.part(case.w, 1).detach()
     one = "tree" if what == "length" else "rank" if what == "order" else "tree-16"

@@ -1,4 +1,4 @@
-"""Tiles that were measured: what is tried, what a file may say, which op takes which, and that all ranks do alike."""
+"""Measured tiles: the candidates, valid files, the tile of each op, and the same choice on all ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_tried_has_room_and_is_another() -> None:
     for each in tried:
         assert each.block_m * each.block_n // (32 * each.num_warps) in (16, 32, 64, 128)
         assert 2 * (each.num_stages * (each.block_m + each.block_n) * each.block_k) <= 227 << 10
-    # Few rows and columns have no tile that is twice as long.
+    # With few rows and columns no tile may be twice as long.
     few = choices.tiles(SM_90, 16, 64, 2, **ROOM)
     assert {(each.block_m, each.block_n) for each in few} == {(64, 64)}
     fewer = choices.tiles(TABLE["sm_80"]["few rows"], 16, 64, 2, least_rows=32, **ROOM)
@@ -69,14 +69,14 @@ def test_what_is_chosen_takes_the_place_of_the_table() -> None:
     assert choices.applied(SM_90, choices.of_config(SM_90)) is SM_90
     made = choices.applied(SM_90, Choice(128, 128, 64, 4, 3, pushers=8))
     assert (made.block_n, made.num_warps, made.flatten, made.measured_pushers) == (128, 4, False, 8)
-    # A narrow tile is moved by eight warps.
+    # Eight warps move a narrow tile.
     assert (made.moving_warps, made.pointer_warps) == (8, 16)
     assert set(tuning.LIMITS) | {"flatten"} == set(Choice._fields)
 
 
 def test_parts_of_a_contraction_and_pushers_that_were_chosen() -> None:
     assert [splits_of(8, 56, 132, *chosen) for chosen in ((), (2,), (1,))] == [8, 2, 1]
-    # A tile each has a count, of which there are as many as programs.
+    # Each tile has a counter, and there are as many counters as programs.
     assert splits_of(200, 56, 132, 4) == 1
     ws: Any = SimpleNamespace(device=torch.device("cuda"), hardware=None, world_size=8)
     assert producer.with_pushers(ws, Config(measured_pushers=4)).pushers == 4
@@ -120,9 +120,9 @@ def test_the_nearest_size_that_is_near() -> None:
     assert found(tuned()) == found(tuned(rows=128)) == SMALL
     assert found(tuned(other, rows=100), tuned()) == SMALL
     assert found(tuned(other, rows=100), tuned(rows=40)) == other
-    # A later one of the same size counts.
+    # A later entry of the same size counts.
     assert found(tuned(other), tuned()) == SMALL
-    # Where the table's was the fastest, no farther one takes its place.
+    # If the table's tile was the fastest, no farther entry replaces it.
     assert found(tuned(other, rows=100), tuned(None)) is None
     others = {"rows": 129}, {"cols": 97}, {"op": "matmul_all_reduce"}, {"dtype": "bfloat16"}, {"version": "0"}
     assert all(found(tuned(**changes)) is None for changes in others)
@@ -133,8 +133,8 @@ def test_the_nearest_size_that_is_near() -> None:
 
 
 def taken(group: ProcessGroup, path: str) -> tuple[str, list[tuple[int, int]]]:
-    """What `last_path` says, and the tiles of kernels that were launched; only rank 0 can read the file."""
-    # What the group has learned so far is of another file.
+    """Return `last_path().kernel` and the launched kernels' tiles; only rank 0 can read the file."""
+    # Forget a table that the group has read before.
     registry.destroy(group)
     seen: list[tuple[int, int]] = []
     launch = loading._starter
@@ -171,7 +171,7 @@ def test_all_ranks_take_what_the_first_one_read(pool: RankPool, tmp_path: Path) 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_a_search(pool: RankPool, op: str) -> None:
-    """Interpreted: what is tried runs alone and together, and is right; the table's is among it."""
+    """Interpreted: candidates run alone and together, and are right; the table's tile is one of them."""
     found = pool.run(tune_kernels.search, Case(op, 50, 44, 36, "float32", 2), 100.0, world_size=2)[0]
     assert found.usual in found.alone
     assert len(found.alone) >= 3
@@ -183,7 +183,7 @@ def test_a_search(pool: RankPool, op: str) -> None:
 
 
 def planted(group: ProcessGroup, op: str) -> tune_kernels.TileSearch:
-    """A search in which every tile but the table's gives wrong results, on one rank alone."""
+    """Run a search in which every tile but the table's gives wrong results on one rank."""
 
     def wrong(start: Any) -> Any:
         def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ def test_a_tile_that_is_wrong_on_one_rank_is_never_timed(pool: RankPool) -> None
 
 
 def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says that nothing is measured, and keeps nothing."""
+    """The command says that nothing is measured, and stores nothing."""
     asked: list[tuple[int, int, int]] = []
 
     def tuned_cases(cases: list[Case], *, done: Callable[[Any], None], **_: Any) -> list[Case]:
@@ -238,7 +238,7 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_was_found_is_kept_at_once_and_not_searched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: cut off behind the first size, the command goes on with the second."""
+    """Pretends to be on a GPU: cut off after the first size, the command goes on with the second."""
     cases = [Case("all_gather_matmul", rows, 80, 48, "bfloat16", 2) for rows in (64, 512)]
     out, searched = tmp_path / "tuning.json", []
 

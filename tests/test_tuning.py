@@ -1,4 +1,4 @@
-"""The table of measurements: what is written is read, anything else is refused, and what it makes `auto` choose."""
+"""The table of measurements: written tables are read, others are refused, and the table decides `auto`."""
 
 from __future__ import annotations
 
@@ -154,20 +154,20 @@ def test_the_nearest_measurement_decides() -> None:
 
 
 def test_the_model_corrects_what_is_far_from_the_measurement() -> None:
-    # Measured where a wait is all that matters; with a thousand times the bytes the slow backend loses.
+    # Measured at a size where only waits matter; with a thousand times the bytes the slow backend loses.
     known = table(sample(64, 64, 64, unfused=1.0, decomposed=1.1))
     near, far = decide(known, 64, 64), decide(known, 4096, 4096)
     assert (near[0], far[0]) == ("unfused", "decomposed")
     assert far[1].startswith("predicted from what was measured: decomposed ")
     assert "though not at 64x64" in far[1]
-    # The correction itself: measured over predicted there, times predicted here.
+    # The correction itself: the measured less the predicted time there, plus the prediction here.
     there, here = (
         cost.estimate("", tuning.share("all_gather_matmul", "float32", 2, size, size, 64), known.hardware(2)).times
         for size in (64, 4096)
     )
     times = {name: here[name] + 1e3 * ms - there[name] for name, ms in (("unfused", 1.0), ("decomposed", 1.1))}
     assert f"decomposed {times['unfused'] / times['decomposed']:.2f}x as fast as unfused" in far[1]
-    # At a smaller size less is missing, in proportion: no time comes out negative, and the order stays.
+    # At a smaller size the correction is smaller in proportion: no time becomes negative, and the order stays.
     assert decide(table(sample(4096, 4096, 64, unfused=50.0, decomposed=9.0)), 1, 1)[0] == "decomposed"
 
 
@@ -175,7 +175,7 @@ SPREAD = np.array([0.9, 0.97, 1.0, 1.03, 1.1])
 
 
 def timed(**medians: float) -> Sample:
-    """A sample of five rounds around each median, a tenth up and down."""
+    """Return a sample of five rounds around each median, within a tenth."""
     kept = tune.kept({name: Timing.of((ms * SPREAD).tolist()) for name, ms in medians.items()})
     return Sample("all_gather_matmul", 2, "float32", 256, 512, 256, **kept)
 
@@ -192,7 +192,7 @@ def test_quartiles_and_what_is_more_than_noise_are_kept(tmp_path: Path) -> None:
     tuning.write(target, text(clear, noise, sample()))
     known, _, ignored = tuning.load(target)
     assert known is not None, ignored
-    # one from before they were kept among them, which says of no difference that it is noise
+    # among them an old sample without quartiles, whose differences never count as noise
     assert known.samples == (clear, noise, sample())
     assert sample().alike() == set()
 
@@ -202,10 +202,10 @@ def test_a_difference_that_is_noise_decides_nothing() -> None:
     where = "256x512 on 2 ranks, the nearest size measured here"
     said = f"as without a measurement: unfused 1.02x as fast as decomposed, which is noise, at {where}"
     assert decide(table(noise), 256, 512) == ("decomposed", said)
-    # as it did where noise was not judged, or where it is more than that
+    # the same as for a sample without quartiles, or with a larger difference
     for told in (replace(noise, slower={}), timed(unfused=1.0, decomposed=1.5)):
         assert decide(table(told), 256, 512)[0] == "unfused"
-    # what is usual and the fastest anyway needs no such words
+    # if the default schedule is also the fastest, no such note is needed
     made = decide(table(timed(unfused=1.02, decomposed=1.0)), 256, 512)
     assert made[1].startswith("measured: decomposed 1.02x as fast as unfused")
 
@@ -261,7 +261,7 @@ def test_shares_are_those_of_the_cost_model() -> None:
 
 
 def test_rates_from_times() -> None:
-    # 2 ranks: of a tensor the peer's half is sent, and 1.5 of it copied, read and written.
+    # 2 ranks: half of a tensor is sent to the peer, and 1.5 of it copied, read and written.
     sizes, mb = (4, 4 * 1001 * 1000), 4 * (1001 * 1000 - 1) / 1e6
     small, large = {"unfused": 1.0, "decomposed": 0.5}, {"unfused": 3.0, "decomposed": 1.5}
     rates = tune.rates_of(2, 0.2, small, large, sizes, {"float32": 0.1})
@@ -338,7 +338,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     again = run(app, ["tune", "--world-size", "2", "--seconds", "0", "--dtype", "fp8"])
     assert again.exit_code == 0, again.output
     both, _, _ = tuning.load(target)
-    # float8 is only multiplied, and what was measured of another dtype stays.
+    # float8 has rows for matmuls only, and rows of other dtypes stay.
     float8 = [each for each in both.samples if each.dtype == FLOAT8]
     assert {(each.op, each.rows) for each in float8} == {(op, 32) for op in OPS}
     assert [each for each in both.samples if each.dtype != FLOAT8] == list(known.samples)

@@ -1,8 +1,8 @@
-"""Sequences of mixed ops across groups that share ranks, in an order that is the same on all of them.
+"""Sequences of mixed ops across groups that share ranks, in the same order on all ranks.
 
-The groups are ranks 0, 1, 2 and ranks 1, 2, 3, the rows and the columns of a 2 x 2 mesh, as of tensor and data
-parallelism, and two of all ranks. Each group has a workspace of its own, with epochs and halves that move at their own
-pace. FUSEDTP_SOAK=large (nox -s soak) takes 4,000 calls.
+The groups are ranks 0, 1, 2 and ranks 1, 2, 3; the rows and columns of a 2 x 2 mesh, as in tensor and data parallelism;
+and two groups of all ranks. Each group has its own workspace, with epochs and halves that advance independently.
+FUSEDTP_SOAK=large (nox -s soak) makes 4,000 calls.
 """
 
 from __future__ import annotations

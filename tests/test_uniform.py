@@ -1,5 +1,6 @@
-"""The data flow that finds decisions which threads do not share, on programs of a few lines; `test_kernels_offline`
-asks it of every compiled kernel and of broken ones, which have loops left by what each thread has loaded.
+"""The data-flow analysis that finds decisions on which threads may differ, on programs of a few lines.
+`test_kernels_offline` runs it on every compiled kernel, and on broken kernels with loops whose exit depends on each
+thread's own load.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from .compiled.assembly import amdgcn, ptx
 from .compiled.blocks import with_tails_made_one
 from .compiled.uniform import AMDGCN, PTX, barriers_apart
 
-# Whether this is the first thread in %p1; whoever takes the branch goes round what is between.
+# %p1: this is the first thread. A taken branch skips the text in between.
 _BEGIN = """
 mov.u32 %r1, %tid.x;
 setp.eq.b32 %p1, %r1, 0;
@@ -28,7 +29,7 @@ $L__{label}:
 
 
 def _decided_by(value: str) -> str:
-    """A barrier for threads whose %r4 is 0, where some threads and then all have given it a value."""
+    """Return a barrier for threads whose %r4 is 0, where some threads and then all have set it."""
     return _BRANCH.format("%r1", "mov.b32 %r4, 1;", value, label=2) + _BRANCH.format("%r4", "bar.sync 0;", "", label=3)
 
 
@@ -67,7 +68,7 @@ _AMD_BRANCH = """
 \ts_barrier
 .LBB0_3:
 """
-# A word that each wave has loaded in lane 0 of v9, what a launch was given in lane 1; the branch is on one of them.
+# v9 has in lane 0 a word that each wave has loaded, in lane 1 an argument; the branch depends on one of both.
 _AMD_LANES = """
 \tglobal_load_dword v4, v[2:3], off offset:8
 \tv_readfirstlane_b32 s8, v4
@@ -81,7 +82,7 @@ _AMD_LANES = """
 .LBB0_3:
 """
 
-# Lanes part, and the branch on an argument that all take alike is there twice.
+# Lanes diverge, and the branch on a uniform argument exists twice.
 _AMD_TAILS = """
 \ts_load_dword s8, s[0:1], 0x8
 \tv_cmp_eq_u32_e64 s[4:5], 0, v0

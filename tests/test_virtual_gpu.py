@@ -1,7 +1,7 @@
 """torch's own CUDA code and the fused ops on a virtual GPU: two processes over torch's symmetric memory and NCCL's API.
 
 `nox -s virtual_gpu` runs these with CUDA builds of torch, on a machine without a GPU (docs/virtual-gpu.md). Kernels are
-executed from the PTX and the parameters that Triton's launcher gives to the driver.
+executed from the PTX and the parameters that Triton's launcher passes to the driver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def where(group: ProcessGroup) -> tuple[str, str, bool]:
-    """What torch says of a tensor's device and of the group, and whether fresh memory is NaN."""
+    """Return torch's device type and backend of the group, and whether fresh memory is NaN."""
     device = gpu_ranks.prepare()
     fresh = torch.empty(1 << 12, device=device)
     return device.type, str(torch.distributed.get_backend_config(group)), bool(fresh.isnan().all())
@@ -61,7 +61,7 @@ def test_layers(ranks: RankPool, op: str, schedule: str, dtype: str) -> None:
 
 
 def nothing_on_rank_1(group: ProcessGroup, dtype: str) -> None:
-    """Check a gather of rows, forward and backward, of which one rank has none."""
+    """Check a gather of rows, forward and backward, in which rank 1 has none."""
     device, dtype = gpu_ranks.prepare(), getattr(torch, dtype)
     x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in ((40, 48), (64, 48)))
     mine = x.split((40, 0))[group.rank()].to(device).requires_grad_()
@@ -87,7 +87,7 @@ def test_collectives_and_trees(ranks: RankPool) -> None:
 
 
 def test_gathers_that_are_copied(ranks: RankPool) -> None:
-    """Copies and stream writes of torch's own."""
+    """The copies and stream writes are torch's own."""
     ranks.run(gpu_ranks.copies, gpu_ranks.TINY)
 
 
@@ -104,7 +104,7 @@ def test_a_timeout_names_the_peer(ranks: RankPool) -> None:
 
 
 def grown(group: ProcessGroup) -> tuple[bool, bool]:
-    """Whether an arena grew, and whether an op is right in it, and after `destroy` in a new one."""
+    """Return whether an arena grew, and whether ops are right in it and, after `destroy`, in a new one."""
     device = gpu_ranks.prepare()
     ws = registry.get(group, device)
     before = ws.half_bytes
@@ -123,7 +123,7 @@ def test_an_arena_grows_and_is_made_again(ranks: RankPool) -> None:
 
 
 def test_the_sweep_takes_its_cuda_path(tmp_path: Path) -> None:
-    """Events, the flush, the gate and NCCL's baselines: a row for each variant behind a passed check."""
+    """Events, the flush, the gate and NCCL's baselines: each variant has a row with a passed check."""
     options = ("--shape", "64,96,80", "--world-size", str(RANKS), "--dtype", "bfloat16", "--rounds", "2")
     command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "sweep", *options, "--baseline", "none", "--out"]
     done = subprocess.run(
@@ -137,7 +137,7 @@ def test_the_sweep_takes_its_cuda_path(tmp_path: Path) -> None:
 
 
 def test_the_gpu_command_ends_in_time_with_a_row_an_item(tmp_path: Path) -> None:
-    """A dry run of all of it, two ranks on one GPU too: everything that it checks is right."""
+    """A dry run of every item, with two ranks on one GPU: all checks pass."""
     command = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--dry-run", "--seconds", "540", "--out", str(tmp_path)]
     env = {**os.environ, **ENV, "GPU_STUB_DEVICES": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Workspaces: what they are made of, how they grow, what they leave, and where there can be none."""
+"""Workspaces: contents, growth, what remains of them, and where none is possible."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .harness import last_path
 from .soak import interruptions
 from .virtual_ranks import local_memories, running
 
-# Tests here destroy what every group has, on some ranks only.
+# Tests here destroy every group on some ranks only.
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
 
 def life(group: ProcessGroup) -> None:
     fusedtp.destroy()
-    # What exceptions of other tests still show is mapped.
+    # Exceptions of other tests keep memory mapped until a collection.
     gc.collect()
     shm = os.listdir("/dev/shm")
     x = torch.randn(8, 8)
@@ -42,7 +42,7 @@ def life(group: ProcessGroup) -> None:
     first = ws.half_bytes
     big = torch.ones(512, 1024)
     whole = fusedtp.all_gather(big, group=group, schedule="decomposed")
-    # The file behind the own arena refuses to change its size, whoever holds it.
+    # The arena's file refuses to change its size, even for its owner.
     try:
         os.ftruncate(arenas()[0], 1)
         sealed = False
@@ -52,13 +52,13 @@ def life(group: ProcessGroup) -> None:
     maps = mappings()
     fusedtp.destroy(group)
     after = mappings()
-    # And it comes back, with every rank taking part.
+    # The workspace is made again, with every rank taking part.
     again = fusedtp.all_reduce(torch.ones(3), group=group, schedule="decomposed")
     fusedtp.destroy()
     assert bool((whole == 1).all())
     assert again.tolist() == [group.size()] * 3
     assert grown >= 3 * 512 * 1024 * 4 > first
-    assert epoch == 2  # growing kept count
+    assert epoch == 2  # growing kept the count
     assert sealed
     assert (maps, after, arenas()) == (3, 0, [])
     assert os.listdir("/dev/shm") == shm
@@ -69,8 +69,8 @@ def test_posix_arenas_grow_are_sealed_and_leave_nothing(pool: RankPool) -> None:
 
 
 def refused_on_one(group: ProcessGroup, lacks: str) -> tuple[str, str, list[str], list[int]]:
-    """Rank 1 is on another machine, or has no descriptors left: the schedule of `auto`, what `decomposed` raises, what
-    is warned of, and the descriptors left; then all is well again.
+    """Put rank 1 on another machine, or without descriptors. Return the schedule of `auto`, the error of `decomposed`,
+    the warnings and the descriptors left; afterwards the group works again.
     """
     from fusedtp.memory import posix
 
@@ -123,7 +123,7 @@ def test_memory_that_one_rank_cannot_share_is_told_all_once(pool: RankPool, lack
 
 
 def unlike(group: ProcessGroup) -> list[str]:
-    """Both ranks grow, by different amounts; then one grows and the other begins anew."""
+    """Let both ranks grow by different amounts; then one grows while the other destroys."""
     fusedtp.destroy(group)
     said = []
 
@@ -138,7 +138,7 @@ def unlike(group: ProcessGroup) -> list[str]:
         said.append(str(differs.value))
         assert (differs.value.op, differs.value.rank) == ("all_gather", group.rank())
         assert [meant is not None for meant in differs.value.meant] == [rank == group.rank() for rank in range(2)]
-        # No rank has sent anything of the op: they go on with the memory that they have, or grow alike.
+        # No rank has sent anything of the op: they go on with their memory, or grow alike.
         assert gather(3)
     assert gather(50)
     if group.rank() == 1:
@@ -149,7 +149,7 @@ def unlike(group: ProcessGroup) -> list[str]:
         assert caught.value.peer == 1
         said.append(str(caught.value))
         fusedtp.destroy(group)
-    # Rank 1 has waited for this.
+    # Rank 1 waits in this call.
     assert gather(600)
     return said
 
@@ -165,11 +165,11 @@ def test_ranks_whose_arenas_differ_are_told(pool: RankPool) -> None:
 
 
 def grows_alone(group: ProcessGroup, other_op: bool) -> tuple[str, float]:
-    """Rank 0 must grow; rank 1 calls nothing, or something that fits."""
+    """Let rank 0 grow while rank 1 calls nothing, or an op that fits."""
     fusedtp.destroy(group)
     fits, grows = torch.ones(3, 3), torch.ones(600, 1000)
     fusedtp.all_gather(fits, group=group, schedule="decomposed")
-    # Both are here before time is short.
+    # Both ranks are here before the short timeout is set.
     dist.barrier(group)
     fusedtp.set_timeout(1.0, group)
     begin, said = time.monotonic(), ""
@@ -238,7 +238,7 @@ def test_growth_during_a_capture_is_refused() -> None:
             ws.require(1 << 20, 100)
         ws.require(*before[:1], 1)
     assert (ws.half_bytes, ws.addresses) == before
-    # Refused before anything was sent: the workspace goes on, and may grow now.
+    # Refused before anything was sent: the workspace still works, and may grow now.
     with running(ws, "op"):
         ws.require(1 << 20, 100)
     assert ws.half_bytes >= 1 << 20
@@ -246,7 +246,7 @@ def test_growth_during_a_capture_is_refused() -> None:
 
 
 def test_a_program_that_calls_no_op_asks_what_was_reported(pool: RankPool) -> None:
-    """As a loop does that replays a graph: a kernel has reported a missing peer, and nothing calls the host."""
+    """A loop that replays a graph calls no op on the host: here a kernel has reported a missing peer."""
     assert pool.run(reported, world_size=2) == [(1, 0), (0, 1)]
 
 
@@ -263,7 +263,7 @@ def reported(group: ProcessGroup) -> tuple[int, int]:
         with pytest.raises(fusedtp.PeerTimeout, match="signal slot 3: epoch 8 expected, 7 seen") as told:
             fusedtp.check(asked)
         found.append(told.value)
-    # Nor is there another op, though this one would find its peers.
+    # No further op runs either, though its peers are there.
     with pytest.raises(fusedtp.PeerTimeout) as refused:
         fusedtp.all_reduce(torch.ones(4), group=group, schedule="decomposed")
     assert str(refused.value) == str(found[0])
@@ -278,7 +278,7 @@ def test_memory_that_a_captured_graph_uses_outlives_growth(pool: RankPool) -> No
 
 
 def captured(group: ProcessGroup) -> tuple[int, int]:
-    # Arenas that are mapped, after growth with a capture before it and without one.
+    # The number of mapped arenas after growth, with a capture before it and without one.
     seen = []
     for graph in (True, False):
         fusedtp.destroy(group)
@@ -304,7 +304,7 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Workspace:
-    """A workspace in the host's memory that takes itself for one on a GPU."""
+    """Return a workspace in host memory that takes itself for one on a GPU."""
     (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
     ws.device = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -313,7 +313,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 
 def test_the_clock_goes_on_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that waits for a lost peer ends by it: `destroy` would wait for that kernel forever."""
+    """A kernel that waits for a lost peer times out by the clock; without it `destroy` would wait forever."""
     ws, driven = as_on_a_gpu(monkeypatch), []
     address = ws.host_block.data_ptr()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: driven.append(address in clock._words))
@@ -323,11 +323,11 @@ def test_the_clock_goes_on_until_the_device_is_done(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_host_asks_for_the_epoch_as_long_as_there_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every replay advances it on the device alone."""
+    """Every replay advances the epoch on the device alone."""
     ws = as_on_a_gpu(monkeypatch)
     assert ws.next_epoch() == 1
     ws.words[signal.EPOCH.value] = 5
-    # Without a graph nothing advances it but the host's own ops.
+    # Without a graph only the host's ops advance the epoch.
     assert ws.next_epoch() == 1
     ws._captured.append(None)
     ws._mirror_is_exact = False

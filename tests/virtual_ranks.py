@@ -1,7 +1,7 @@
 """Virtual ranks: W ranks of one process on one device, whose ops run in phases.
 
-An op is a generator that makes room up to its first yield, then issues one kernel, or the copies of a producer, between
-two yields. All ranks make room before the first signal, and every rank's producer is issued before any rank's consumer.
+An op is a generator. Before its first yield it makes room; between two yields it issues one kernel, or the copies of a
+producer. All ranks make room before the first signal, and every rank's producer is issued before any rank's consumer.
 So nothing waits for a later phase, and the kernels need not run at once, nor even on a GPU.
 """
 

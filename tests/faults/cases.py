@@ -1,5 +1,5 @@
-"""The ops that faults are injected into, on small whole numbers: float32 holds every result exactly, so a right one is
-equal to the unsharded op's, bit for bit. A call's operands depend on its number: what is left of another call is wrong.
+"""The ops that faults are injected into, on small whole numbers: float32 holds every result exactly, so a right result
+equals the unsharded op bit for bit. Operands depend on the call's number, so data left from another call is wrong.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fusedtp.schedules import NAMES
 
 from .. import direct
 
-# Pairs of what a call returned and what it must be.
+# Pairs of a result and its expected value.
 Results = list[tuple[Tensor, Tensor]]
 ROWS, K, N = 3, 5, 6
 
 
 def whole_numbers(call: int, rank: int, rows: int, cols: int) -> Tensor:
-    """[rows, cols] from -3 to 3, of that rank in that call."""
+    """Return [rows, cols] of whole numbers from -3 to 3 for that rank and call."""
     random = torch.Generator().manual_seed(1000 * call + rank)
     return torch.randint(-3, 4, (rows, cols), generator=random, dtype=torch.int32).float()
 
 
 @dataclass(frozen=True)
 class Call:
-    """Who calls, which call it is, and the options of the function called."""
+    """The group, number and options of one call."""
 
     group: ProcessGroup
     number: int
@@ -44,15 +44,15 @@ class Call:
         return self.group.rank()
 
     def everyone(self, rows: int, cols: int) -> list[Tensor]:
-        """Every rank's operand, in rank order."""
+        """Return every rank's operand, in rank order."""
         return [whole_numbers(self.number, rank, rows, cols) for rank in range(self.group.size())]
 
     def weights(self, cols: int) -> list[Tensor]:
-        """Every rank's weight [N, cols]."""
+        """Return every rank's weight [N, cols]."""
         return [whole_numbers(self.number + 500, rank, N, cols) for rank in range(self.group.size())]
 
     def own(self, whole: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of a result."""
+        """Return this rank's part of a result."""
         return whole.chunk(self.group.size(), dim)[self.rank]
 
 
@@ -63,7 +63,7 @@ def _gather_linear(call: Call, dim: int = 0) -> Results:
 
 
 def _linear_scatter(call: Call, dim: int = 0) -> Results:
-    # As many columns as the ranks can share.
+    # The number of columns must be a multiple of the number of ranks.
     x = call.everyone(call.rows * call.group.size(), K)
     weights = [weight.repeat(call.group.size(), 1) if dim else weight for weight in call.weights(K)]
     out = fusedtp.linear_reduce_scatter(
@@ -96,7 +96,7 @@ def _all_reduce(call: Call) -> Results:
 
 
 def _both(op: str, call: Call, *operands: Tensor | None) -> list[Tensor]:
-    # Two products at once are what backward runs, each time in a call of its own.
+    # Backward runs two products at once, in a call of its own each time.
     run, sizes = locks.one(direct.run), (call.rows,) * call.group.size()
     return run(op, call.options["schedule"], call.group, *operands, sizes=sizes)
 
@@ -119,7 +119,7 @@ def _scatter_and_gather(call: Call) -> Results:
 
 @dataclass(frozen=True)
 class Case:
-    """One form of an op, as `name` says; `op` is what an error calls it."""
+    """One form of an op, described by `name`; `op` is the op's name in errors."""
 
     name: str
     op: str
@@ -129,7 +129,7 @@ class Case:
     rows: int = ROWS
 
     def __call__(self, group: ProcessGroup, number: int, *, more_rows: int = 0) -> bool:
-        """Make the call; whether what it returned is right."""
+        """Make the call and return whether its results are right."""
         call = Call(group, number, {**self.options, "schedule": self.schedule}, self.rows + more_rows)
         return all(torch.equal(out, expected) for out, expected in self.run(call))
 
@@ -159,7 +159,7 @@ def _cases() -> list[Case]:
                 ("all_reduce, ring", "all_reduce", _all_reduce, ring),
             ]
         cases += [Case(name, op, schedule, run, options) for name, op, run, options in forms]
-    # Enough rows that chunks are multiplied one by one as they arrive.
+    # Enough rows that chunks are multiplied separately, as they arrive.
     rows = FEW_ROWS
     return [
         *cases,
@@ -168,5 +168,5 @@ def _cases() -> list[Case]:
     ]
 
 
-# By schedule and name.
+# Key: schedule and name.
 CASES = {f"{case.schedule}: {case.name}": case for case in _cases()}

@@ -1,6 +1,6 @@
-"""What each rank does in an injection: calls that are right, one in which a rank goes wrong at a step, and a recovery.
+"""The part of each rank in an injection: right calls, one call in which a rank fails at a step, and a recovery.
 
-The ranks meet in the group's store, never in a collective: some of them are stopped, or have given up.
+The ranks meet in the group's store, never in a collective, as some of them are stopped or have given up.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .points import NOTHING_SENT, Watch
 
 WAITING_FOR = _WAITING_FOR.value
 LONG = 60.0
-# How long a rank is late, or stopped, where that is less than the timeout.
+# Seconds that a rank is late or stopped, when shorter than the timeout.
 SHORT = 0.2
 CALLS = 3
 RAISING = ("raises", "is interrupted")
-# Groups have threads and sockets of their own: not one for each of hundreds.
+# A group has threads and sockets of its own, so hundreds of injections cannot have one group each.
 FRESH_EVERY = 8
 
 
 class Planted(Exception):
-    """Raised by the rank that is to raise."""
+    """The exception that the faulty rank raises."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,31 @@ class Injection:
     world_size: int
     rank: int
     where: float
-    # Calls before it, which decide the half that it meets.
+    # Number of calls before this one; it decides which half is struck.
     before: int = 1
     seconds: float = 1.0
 
 
 @dataclass
 class Outcome:
-    """What one rank saw: how many calls were right, the error after them, and the same call once more."""
+    """One rank's outcome: the number of right calls, the error after them, and the error of the same call repeated."""
 
     rank: int
     right: int = 0
     wrong: int = 0
     error: BaseException | None = None
     again: BaseException | None = None
-    # From the start of the call that failed to its end, and the longest time without a step of its own.
+    # Time from start to end of the failed call, and the longest time between two of the rank's own steps.
     seconds: float = 0.0
     own_seconds: float = 0.0
     step: str = ""
     recovered: bool = False
-    # How many descriptors and mappings of arenas, after `destroy`.
+    # Number of descriptors and mappings of arenas after `destroy`.
     left: int = 0
 
 
 class Meeting:
-    """The ranks of one injection in the store: who has come where."""
+    """The progress of each rank of one injection, in the store."""
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self._store: Any = dist.distributed_c10d._get_process_group_store(group)
@@ -86,19 +86,19 @@ class Meeting:
         self._store.set(f"{self._name}/{what}/{self.rank}", value)
 
     def hear(self, what: str, ranks: list[int]) -> list[str]:
-        """Wait until all `ranks` have told it."""
+        """Wait until all `ranks` have told `what`, and return their values."""
         keys = [f"{self._name}/{what}/{rank}" for rank in ranks]
         self._store.wait(keys, timedelta(seconds=LONG))
         return [self._store.get(key).decode() for key in keys]
 
     def all(self, what: str) -> None:
-        """Go on together."""
+        """Wait for all ranks."""
         self.tell(what)
         self.hear(what, list(range(self.world_size)))
 
 
 def _state(pid: int) -> str:
-    """ "T" of a stopped process, "Z" of a dead one whose parent has not noticed, "" of none."""
+    """Return the state of a process: "T" stopped, "Z" dead but not yet reaped by its parent, "" gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -107,14 +107,14 @@ def _state(pid: int) -> str:
 
 
 def _stop_for(seconds: float) -> None:
-    # A process of its own wakes this one up, once it has been stopped.
+    # A separate process continues this process once it is stopped.
     stopped = f"while ! grep -q '^State:.T' /proc/{os.getpid()}/status; do sleep 0.01; done"
     with subprocess.Popen(["sh", "-c", f"{stopped}; sleep {seconds}; kill -CONT {os.getpid()}"]):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Fault:
-    """What happens at the step, on the rank that goes wrong; and what a survivor does about it after its error."""
+    """A fault: strike at the step on the faulty rank, and act on a survivor after its error."""
 
     def __init__(self, injection: Injection, meeting: Meeting) -> None:
         self.injection, self.meeting = injection, meeting
@@ -140,24 +140,24 @@ class Fault:
             raise AssertionError(kind)
 
     def strike_in_wait(self, ws: Workspace) -> None:
-        """What a thread of the rank does: strike as soon as the rank waits for another one, which goes on then."""
+        """Run in a thread of the rank: strike as soon as the rank waits for another rank, which then goes on."""
         while not int(ws.words[WAITING_FOR]):
             time.sleep(0.001)
         self.meeting.tell("waits")
         if self.injection.kind == "is killed in a wait":
             os.kill(os.getpid(), signal.SIGKILL)
-        # Beyond the rank's own budget: what it waits for has come meanwhile.
+        # Longer than the rank's own timeout: the signal has arrived meanwhile.
         _stop_for(1.5 * self.injection.seconds)
 
     def until_it_waits(self, pid: int) -> None:
-        """Of the rank that is waited for: it goes on when the fault is there."""
+        """Hold back the rank that is waited for until the fault has struck."""
         self.meeting.hear("waits", [self.injection.rank])
-        # On a busy machine some calls may go by between a rank's words and its end.
+        # On a busy machine some calls may go by between the rank's message and its end.
         while self.injection.kind == "is killed in a wait" and _state(pid) not in ("Z", ""):
             time.sleep(0.001)
 
     def after(self, pid: int) -> None:
-        """A survivor has its error, or no error is to come."""
+        """Tell that a survivor has its error, or that no error will come."""
         self.meeting.tell("given up")
         if (
             self.injection.kind in ("is stopped too long", "is stopped for good")
@@ -170,7 +170,7 @@ class Fault:
 
 
 def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
-    """Run it on this rank; all ranks of `group` do, and all that live have recovered afterwards."""
+    """Run the injection on this rank, as all ranks of `group` do, and return what this rank saw."""
     case, rank, guilty = CASES[injection.case], group.rank(), group.rank() == injection.rank
     meeting, outcome, watch = Meeting(group, name), Outcome(rank), Watch()
     fault = Fault(injection, meeting)
@@ -196,7 +196,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         else:
             fusedtp.set_timeout(injection.seconds)
         if in_wait and rank == (injection.rank + 1) % injection.world_size:
-            # The one that is waited for.
+            # The rank that is waited for.
             watch.at, watch.strike = len(watch.steps) + 1, lambda: fault.until_it_waits(pid)
         watch.own_seconds = 0.0
         meeting.all("ready")
@@ -204,7 +204,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         while outcome.error is None and number < injection.before + CALLS:
             _call(outcome, lambda number=number: case(group, number))  # type: ignore[misc]
             if outcome.step in NOTHING_SENT and injection.kind in RAISING and outcome.error is not None:
-                # Before its first signal an op has left no trace: the call may be made again.
+                # Before its first signal an op leaves no trace: the call may be repeated.
                 outcome.error, watch.at = None, None
             else:
                 number += 1
@@ -245,10 +245,11 @@ def _error(call: Callable[[], object]) -> BaseException | None:
 
 
 def fresh(meeting: Meeting, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
-    """A new group of those ranks of `group`; no others need take part.
+    """Make a new group of these ranks of `group`; other ranks need not take part.
 
-    It stays until the process ends: torch would give its name, and the keys left under it, to the next one. Torch also
-    names it by how many groups a rank is in, since 2.14 has asked for, so all are brought to as many first.
+    The group stays until the process ends: torch would give its name, and the keys left under the name, to the next
+    group. Torch 2.14 and later also number names by the count of groups a rank has asked for, so all ranks raise their
+    counts to the same number first.
     """
     world: Any = dist.distributed_c10d._world
     mine = world.group_count if torch.__version__ >= "2.14" else len(world.pg_names)
@@ -261,14 +262,14 @@ def fresh(meeting: Meeting, group: ProcessGroup, ranks: list[int]) -> ProcessGro
 
 
 def recover(group: ProcessGroup, case: str) -> bool:
-    """`destroy` on every rank, and the group works again, on both halves."""
+    """Call `destroy` on every rank and return whether the group works again, on both halves."""
     fusedtp.set_timeout(LONG)
     fusedtp.destroy(group)
     return all([CASES[case](group, number) for number in (100, 101)])
 
 
 def in_turn(group: ProcessGroup, injections: list[Injection], name: str) -> list[Outcome]:
-    """Injections after which every rank lives, on the same group for a while and then on a fresh one."""
+    """Run injections that every rank survives, on the same group for a while and then on a fresh group."""
     outcomes = []
     for number, injection in enumerate(injections):
         if number % FRESH_EVERY == 0:
@@ -281,9 +282,10 @@ def in_turn(group: ProcessGroup, injections: list[Injection], name: str) -> list
 
 
 def one_by_one(group: ProcessGroup, injections: list[Injection], name: str) -> list[list[Outcome]]:
-    """Injections each of which takes a rank away; those left go on as a fresh group, until one rank is left.
+    """Run injections that each take a rank away; the rest go on as a fresh group, until one rank is left.
 
-    That one returns what all survivors of each saw: a rank that will be killed leaves it in the store of `group`.
+    The last rank returns the outcomes of all survivors: a rank that will be killed leaves its outcome in the store of
+    `group`.
     """
     here, store = group, dist.distributed_c10d._get_process_group_store(group)
     for number, injection in enumerate(injections):

@@ -1,6 +1,6 @@
-"""A KeyboardInterrupt before any line of ours that a rank runs in an op, in making a workspace and in its growth.
+"""A KeyboardInterrupt before any line of ours that a rank runs in an op, in making a workspace and in growing one.
 
-The rank makes the same call again, as it has no result of it, whatever its peers have. They know nothing.
+The interrupted rank has no result and repeats the call. Its peers know nothing of the interruption.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ..soak import interruptions
 from .cases import CASES
 from .inject import Meeting
 
-# What the call meets: a workspace that fits, none, or one that must grow for these rows.
+# State before the call: a workspace that fits, no workspace, or one that must grow for these rows.
 MEETS = {"a workspace": 0, "no workspace": 0, "one too small": 4096}
 SECONDS = 2.0
-# So many lines behind a call's last one there is none that waiting brings.
+# This many lines after a call's last line, no more lines come from a longer wait.
 BEYOND = 40
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Every line of `case` from `first` on, `every` so many, on rank `rank` of two; of functions named `within`."""
+    """Lines of `case` to interrupt: each `every`-th from `first` on, on rank `rank` of two, in functions `within`."""
 
     case: str
     meets: str
@@ -37,7 +37,7 @@ class Lines:
 
 @dataclass
 class Seen:
-    """What a rank saw of one interruption: where it struck, which calls were wrong, and the error after it, if any."""
+    """One rank's outcome of one interruption: its place, the wrong calls, and the error after it, if any."""
 
     place: str = ""
     again: str = ""
@@ -57,7 +57,7 @@ def _goes_on(case: Callable[[int], bool], seen: Seen, numbers: list[int]) -> Non
 
 
 def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) -> Seen:
-    """One interruption, on every rank; all have recovered from it afterwards."""
+    """Interrupt the call once and return what this rank saw; every rank runs this, and recovers afterwards."""
     case, guilty, seen = CASES[lines.case], group.rank() == lines.rank, Seen()
     rows = MEETS[lines.meets]
     fresh = lines.meets != "a workspace" or number == lines.first
@@ -81,7 +81,7 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
     _goes_on(call, seen, numbers)
     meeting.tell("error", seen.error)
     if any(meeting.hear("error", [0, 1])):
-        # With memory that no rank has given up: each learns of the other's error first.
+        # Each rank learns of the other's error before any rank gives memory back.
         fusedtp.set_timeout(60.0)
         fusedtp.destroy(group)
         meeting.all("destroyed")
@@ -90,7 +90,7 @@ def at_line(group: ProcessGroup, lines: Lines, number: int, meeting: Meeting) ->
 
 
 def every_line(group: ProcessGroup, each: Lines, name: str) -> list[Seen]:
-    """Line by line, until the call has no more: it has more of them where it waits longer."""
+    """Interrupt the call line by line until it has no more lines; a call that waits longer has more."""
     seen: list[Seen] = []
     number, missed = each.first, 0
     while missed < (1 if each.within else max(2, BEYOND // each.every)):
@@ -103,7 +103,7 @@ def every_line(group: ProcessGroup, each: Lines, name: str) -> list[Seen]:
 
 
 def wrong(each: Lines, both: tuple[Seen, Seen]) -> str:
-    """What is not as it must be, or nothing."""
+    """Return what is wrong, or ""."""
     if any(seen.wrong for seen in both):
         said = "returned a wrong number"
     elif bool(both[0].error) != bool(both[1].error):

@@ -1,4 +1,4 @@
-"""Which faults are injected: all of them, or the few of a default run, spread over kinds, ops, ranks and steps."""
+"""The list of injected faults: all, or a few for a default run, spread over kinds, ops, ranks and steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .verdict import HARMLESS
 WORLD_SIZES = (2, 3, 4)
 LIVING = ("raises", "is interrupted", "is late", "is too late", "is stopped", "is stopped too long")
 DEADLY = ("is killed", "is killed in a wait", "is killed", "is stopped for good")
-# A timeout that no fault is to reach, and the one that the others wait for.
+# A timeout that no fault may reach, and a timeout that survivors wait for.
 AMPLE, SECONDS = 20.0, 0.5
 WHERE = (0.0, 0.3, 0.5, 0.8, 1.0)
 
 
 def living(world_size: int) -> list[Injection]:
-    """Every kind in every case, the rank, the step and the half another each time."""
+    """Return every kind in every case, with varying rank, step and half."""
     injections = []
     for (i, case), (j, kind) in itertools.product(enumerate(CASES), enumerate(LIVING)):
         seconds = AMPLE if kind in HARMLESS else SECONDS
@@ -27,12 +27,12 @@ def living(world_size: int) -> list[Injection]:
 
 
 def in_a_wait() -> list[Injection]:
-    """A rank stopped while it waits, for longer than its own budget, and continued: it finds what it waited for."""
+    """Return faults that stop a waiting rank for longer than its own timeout; the signal arrives meanwhile."""
     return [Injection("is stopped in a wait", case, 3, i % 3, 0, 1, 4 * SECONDS) for i, case in enumerate(CASES)]
 
 
 def deadly(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
-    """Each list takes three of four ranks away, one by one: world sizes 4, 3 and 2."""
+    """Return lists that each remove three of four ranks, one by one: world sizes 4, 3 and 2."""
     lists = []
     for first, case in enumerate(CASES):
         chain = []
@@ -45,7 +45,7 @@ def deadly(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
 
 
 def killed_of_three(seconds: float = 2 * SECONDS) -> list[list[Injection]]:
-    """One of three ranks, then one of two, killed before, amid and after the steps of each fused matmul."""
+    """Return lists that kill one of three ranks, then one of two, before, amid and after each fused matmul's steps."""
     cases = ("fused: gather rows", "fused: scatter rows", "fused: matmul, two shots")
     return [
         [Injection("is killed", case, size, i % size, where, 1, seconds) for size in (3, 2)]

@@ -1,7 +1,7 @@
-"""Where a fault can strike: before every step of an op, of the kernels in Triton's interpreter and of the host.
+"""The points where a fault can strike: before every step of an op, in interpreted kernels and on the host.
 
-A step is one of the protocol's (enter, signal, wait, leave), the beginning of an op, the making of room, or the first
-touch of a chunk of some rank's half, which is about to be stored or loaded.
+A step is a step of the protocol (enter, signal, wait, leave), the beginning of an op, the making of room, or the first
+load or store of a chunk of some rank's half.
 """
 
 from __future__ import annotations
@@ -19,40 +19,39 @@ from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
-# Of the host: whose, what, and the name of the step.
+# Steps of the host: owner, attribute, and the name of the step.
 HOST = ((Workspace, "require", "require"), (Prepared, "go", "go"), (HostSteps, "enter", "begin"),
         (HostSteps, "signal", "signal"), (HostSteps, "wait", "wait"), (HostSteps, "leave", "leave"),
         (trace, "timed", "timed"), (trace, "span", "span"))  # fmt: skip
-# Of kernels, which are loaded by now: one that came later would keep what is announced.
+# Modules of kernels loaded by now. A module imported later would keep the patched functions.
 KERNELS = [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]
 assert sys.modules[fused.ring.__module__] in KERNELS
 DEVICE = ("enter", "raise_signal", "wait", "leave", "half")
-# Before these no peer has seen anything of the op.
+# Before these steps no peer has seen anything of the op.
 NOTHING_SENT = ("require", "go", "begin")
 
 
 class Watch:
-    """The steps of this rank's calls. `strike` is called before the step `at` (counted from 1) with its name."""
+    """The steps of this rank's calls. `strike` is called before step number `at` (from 1)."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
         self.at: int | None = None
         self.strike: Callable[[], None] = lambda: None
-        # The longest time that this rank itself took from one step to the next, waits apart. A rank that a test held
-        # before a step was late, as one that was kept from running.
+        # The longest time of this rank between two steps, without waits. A rank that a test held counts as late.
         self.own_seconds = 0.0
         self._since = time.monotonic()
 
     def resume(self) -> None:
-        """Own time counts from now on."""
+        """Start to count own time."""
         self._since = time.monotonic()
 
     def pause(self) -> None:
-        """It counts no more."""
+        """Stop to count own time."""
         self.own_seconds = max(self.own_seconds, time.monotonic() - self._since)
 
     def before(self, name: str) -> None:
-        """The step `name` is about to be done."""
+        """Record that the step `name` comes next, and strike if it is step `at`."""
         self.pause()
         self.steps.append(name)
         self.resume()
@@ -63,9 +62,9 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Every step of this process is announced to `before`."""
+        """Call `before` ahead of every step of this process."""
         with contextlib.ExitStack() as stack:
-            # Whatever is done with a chunk is a span.
+            # Every load or store of a chunk is a span.
             stack.enter_context(trace.recording())
             for owner, attribute, name in HOST:
                 self._announce(stack, owner, attribute, name)
@@ -82,7 +81,7 @@ class Watch:
 
     def _announced(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
-            # How often a wait is looked at is chance.
+            # The number of polls of a wait is random, so polls are no steps.
             if not (name == "span" and args[0] == "wait"):
                 self.before(name)
             if name != "wait":

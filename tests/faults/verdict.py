@@ -1,4 +1,4 @@
-"""What must come out of an injection: right numbers, or the right exception with the right rank in it, in time."""
+"""The expected outcome of an injection: right numbers, or the right exception that names the right rank, in time."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from .cases import CASES
 from .inject import CALLS, RAISING, Injection, Outcome
 from .points import NOTHING_SENT
 
-# What nobody is to notice.
+# Faults that no rank may notice.
 HARMLESS = ("is late", "is stopped", "is stopped in a wait")
-# Beyond the budgets: what a busy machine takes for the steps of an op and the polls between two looks at the clock.
+# Seconds beyond the timeouts, for the steps of an op and the polls between two looks at the clock on a busy machine.
 SLACK = 5.0
 
 
 def starved(injection: Injection, outcomes: list[Outcome]) -> bool:
-    """Whether an honest rank was kept from running for so long that its peers were right to give up on it."""
+    """Return whether an honest rank was kept from running so long that its peers rightly gave up on it."""
     honest = [each.own_seconds for each in outcomes if each.rank != injection.rank]
     return max(honest) > injection.seconds / 2
 
 
 def wrong(injection: Injection, outcomes: list[Outcome]) -> str:
-    """What is not as it must be, or nothing. Outcomes of the ranks that live, the guilty one's among them."""
-    # A call that ends before its first signal was made again.
+    """Return what is wrong, or "". `outcomes`: of all living ranks, the guilty rank included."""
+    # A call that ended before its first signal was repeated.
     harmless = injection.kind in HARMLESS or (
         injection.kind in RAISING and any(each.step in NOTHING_SENT for each in outcomes if each.rank == injection.rank)
     )
@@ -52,7 +52,7 @@ def _survivor(injection: Injection, outcome: Outcome) -> str:
     expected = (CASES[injection.case].op, outcome.rank, injection.rank)
     if (error.op, error.rank, error.peer) != expected:
         return f"does not say {expected}"
-    # It waits once for the guilty rank, and at the end of the op once for a peer that gave up before it.
+    # A survivor waits once for the guilty rank, and at the end of the op once for a peer that gave up earlier.
     if not outcome.seconds < 2 * injection.seconds + SLACK:
         return "was not in time"
     return "" if _same(outcome) else "was not refused with the same words"

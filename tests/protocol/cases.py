@@ -1,4 +1,4 @@
-"""The ops that the protocol is checked on, each as small as it can be while every phase of it has work to do."""
+"""The ops that the protocol is checked on. Each is as small as possible while every phase has work to do."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .events import Advance, Event, Kernel, Raise, Wait
 from .record import Recorder
 
 CPU = torch.device("cpu")
-# Tiles of 2 x 2: the sizes below have up to two tiles, and two programs share them.
+# Tiles of 2 x 2: the sizes below have at most two tiles, and two programs share them.
 TINY = Config(block_m=2, block_n=2, block_k=2, group_m=2, programs=2, pushers=2, copy_rows=2, copy_cols=2)
 COLS = 2
 
 
-# One rank's op on a workspace, with every rank's number of rows (of columns, where these are shared).
+# One rank's op on a workspace; the sizes are every rank's rows, or columns where columns are split.
 Op = Callable[[Workspace, tuple[int, ...]], object]
 
 
@@ -36,7 +36,7 @@ def _ones(*shape: int) -> torch.Tensor:
 
 
 def _operands(op: str, rank: int, sizes: tuple[int, ...], dim: int, second: bool) -> tuple[torch.Tensor | None, ...]:
-    # second: those of a second product, of what is gathered.
+    # second: add the operands of a second product of the gathered matrix.
     whole, mine = sum(sizes), sizes[rank]
     if op == "all_gather_matmul":
         a = _ones(mine, COLS) if dim == 0 else _ones(COLS, mine)
@@ -53,7 +53,7 @@ def _fused(
     op: str, *, dim: int = 0, algorithm: str = "auto", second: bool = False, strided: bool = False,
     joined: bool = False, in_pieces: bool = False, **how: Any,
 ) -> Op:  # fmt: skip
-    """in_pieces: with a slot a row, and a copy a row; how: `producer` and `split`."""
+    """Return a fused op. in_pieces: one slot and one copy for each row; how: `producer` and `split`."""
 
     def run(ws: Workspace, sizes: tuple[int, ...]) -> object:
         a, *others = _operands(op, ws.rank, sizes, dim, second)
@@ -111,7 +111,7 @@ FUSED: dict[str, Op] = {
     "ring all_reduce": _fused("all_reduce", algorithm="ring"),
     "gather rows, in pieces": _fused(GATHER, in_pieces=True),
 }
-# The producer is the copy engine: copies and signals on the side stream, kernels that only wait.
+# The producer is the copy engine: copies and signals run on the side stream, kernels only wait.
 COPIED: dict[str, Op] = {
     "copied: gather rows": _fused(GATHER, producer="copy"),
     "copied: gather rows, joined": _fused(GATHER, joined=True, producer="copy"),
@@ -153,7 +153,7 @@ OPS = FUSED | COPIED | COPY | IN_PLACE
 
 @contextlib.contextmanager
 def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
-    """A workspace a rank, all in this process, with tiny tiles."""
+    """Make one workspace for each rank, all in this process, with tiny tiles."""
     ranks = [Workspace(memory, CPU, epoch=epoch) for memory in local_memories(world_size, CPU)]
     with mock.patch.object(fused, "config_for", return_value=TINY):
         try:
@@ -166,9 +166,7 @@ def virtual_ranks(world_size: int, epoch: int = 0) -> Iterator[list[Workspace]]:
 
 
 def record(names: Sequence[str], sizes: tuple[int, ...], epoch: int = 0) -> list[list[list[Kernel]]]:
-    """[rank][call] -> the kernels of a sequence of ops, every rank recorded alone; the first call's epoch is
-    epoch + 1.
-    """
+    """Record a sequence of ops, each rank alone; return kernels by [rank][call]. The first call has epoch + 1."""
     traces = []
     with virtual_ranks(len(sizes), epoch) as ranks:
         for ws in ranks:
@@ -184,7 +182,7 @@ _both_parities = cache(record)
 
 
 def sequence(names: Sequence[str], sizes: tuple[int, ...]) -> list[list[list[Kernel]]]:
-    """`record` of any sequence of ops, put together from recordings of each op on its own, once on each half."""
+    """Return `record` of any sequence of ops, assembled from recordings of each op alone, once on each half."""
     return [
         [
             [shifted(kernel, call - call % 2) for kernel in _both_parities((name, name), sizes)[rank][call % 2]]
@@ -195,7 +193,7 @@ def sequence(names: Sequence[str], sizes: tuple[int, ...]) -> list[list[list[Ker
 
 
 def shifted(kernel: Kernel, by: int) -> Kernel:
-    """The same kernel `by` epochs later."""
+    """Return the same kernel `by` epochs later."""
 
     def later(event: Event) -> Event:
         if isinstance(event, (Raise, Wait, Advance)):

@@ -1,4 +1,4 @@
-"""What a rank does to symmetric memory, event by event, and the kernels that they are part of."""
+"""Events: what a rank does to symmetric memory, grouped into kernels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ CELL_BYTES = 4
 
 
 class Access(NamedTuple):
-    """Cells of rank `owner`'s arena loaded or stored by one instruction. Cells are counted from the start of the data,
-    so both halves have their own.
+    """One instruction that loads or stores cells of rank `owner`'s arena. Cells count from the start of the data, so
+    the two halves have different cells.
     """
 
     write: bool
@@ -20,13 +20,11 @@ class Access(NamedTuple):
 
 
 class Barrier(NamedTuple):
-    """All threads of the program have come here."""
+    """All threads of the program have arrived."""
 
 
 class Raise(NamedTuple):
-    """The signal (slot, source) in rank `owner`'s arena set to `epoch`; a `release` orders what a barrier put before
-    it.
-    """
+    """Set the signal (slot, source) of rank `owner` to `epoch`; a `release` orders all before the last barrier."""
 
     owner: int
     slot: int
@@ -36,7 +34,7 @@ class Raise(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until the own signal (slot, source) has reached `epoch`; without `acquire` nothing is ordered after it."""
+    """Wait until this rank's signal (slot, source) has reached `epoch`; without `acquire` the wait orders nothing."""
 
     slot: int
     source: int
@@ -45,11 +43,11 @@ class Wait(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """One program of the op's last kernel has finished; what follows is done by the last one only."""
+    """One program of the op's last kernel has finished; only the last program to arrive goes on."""
 
 
 class Advance(NamedTuple):
-    """The own epoch is set: the op ends."""
+    """Set this rank's epoch: the op ends."""
 
     epoch: int
 
@@ -59,8 +57,8 @@ Event = Access | Barrier | Raise | Wait | Arrive | Advance
 
 @dataclass
 class Kernel:
-    """Programs that run side by side once the kernels `after` (indices) have ended. A host-driven stretch is a kernel
-    of one program and one thread: there every release orders what came before it.
+    """Programs that run side by side once the kernels `after` (indices) have ended. A stretch of host steps is a kernel
+    of one program and one thread, whose every release orders all that came before.
     """
 
     name: str

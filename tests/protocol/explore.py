@@ -1,4 +1,4 @@
-"""Every state of a `Model`, depth first, until one is wrong."""
+"""Explore every state of a `Model`, depth first, until a state is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .model import Model, Window, bits, closure, required
 
 @dataclass
 class Verdict:
-    """What was found, and after how much. `wrong` is "" if nothing was; `path` then leads to it, commit by commit."""
+    """The result of an exploration: `wrong` is "", or describes the wrong state to which the commits `path` lead."""
 
     wrong: str
     states: int
@@ -18,11 +18,11 @@ class Verdict:
 
 
 def explore(model: Model, most_states: int = 5_000_000) -> Verdict:
-    """Explore all of `model`. RuntimeError beyond `most_states`."""
+    """Explore all states of `model`; raise RuntimeError beyond `most_states`."""
     return _Search(model, most_states).run()
 
 
-# A state: the commits so far, and for each word with unordered writers who wrote last.
+# A state: the commits so far, and the last writer of each word that has unordered writers.
 _State = tuple[int, tuple[int, ...]]
 
 
@@ -36,7 +36,7 @@ class _Search:
         self._index_windows()
 
     def _direct(self, mask: int) -> int:
-        # Without what the others of the set imply.
+        # Drop the commits that others of the set imply.
         implied = 0
         for number in bits(mask):
             implied |= self._before[number]
@@ -48,7 +48,7 @@ class _Search:
         for number, mask in enumerate(self._need):
             for each in bits(mask):
                 self._dependents[each].append(number)
-        # A start also depends on what ends the programs before it.
+        # A start also depends on the commits that end earlier programs.
         for number, commit in enumerate(self._model.commits):
             for each in bits(_union(commit.earlier)):
                 self._dependents[each].append(number)
@@ -106,7 +106,7 @@ class _Search:
         self._eager = [self._is_eager(number, settling, unlasting) for number in range(len(self._need))]
 
     def _is_eager(self, number: int, settling: int, unlasting: set[tuple[int, int, int] | None]) -> bool:
-        # Taking it later than it can be would reach nothing new: it ends no window, and no wait can miss it.
+        # A commit is eager if a delay reaches no new state: it closes no window that matters, and no wait can miss it.
         commit = self._model.commits[number]
         if commit.kind == "wait":
             return number in self._lasting
@@ -140,7 +140,7 @@ class _Search:
         return True
 
     def _take(self, number: int, state: _State) -> tuple[_State, list[int]]:
-        # The state after this commit and all eager ones that follow from it; the commits taken.
+        # Return the state after this commit and all eager commits that follow, and the commits taken.
         mask, last = state
         taken, at = [number], 0
         mask |= 1 << number
@@ -196,7 +196,7 @@ class _Search:
         if wrong:
             return self._verdict(wrong, 1)
         final = (1 << len(self._need)) - 1
-        # The commits that are not eager and whose needs are met, for each state.
+        # For each state, the commits that are not eager and whose needs are met.
         ready = frozenset(
             number
             for number, need in enumerate(self._need)

@@ -1,4 +1,4 @@
-"""Recordings of real ranks, each of its own part of the same calls."""
+"""Record real ranks, each its own part of the same calls."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .record import Recorder
 
 
 def live(group: ProcessGroup, name: str, calls: int, late: float = 0.0) -> list[list[Kernel]]:
-    """What this rank does in `calls` calls of the op `name`, run for real on every rank of `group`, of which the last
-    comes `late` seconds later than the others to each.
+    """Record this rank in `calls` calls of the op `name`, run for real on every rank of `group`. The last rank comes
+    `late` seconds after the others to each call.
     """
     rank, world_size = group.rank(), group.size()
     rows = tuple(70 if peer == 0 else 3 * peer for peer in range(world_size))
@@ -32,7 +32,7 @@ def live(group: ProcessGroup, name: str, calls: int, late: float = 0.0) -> list[
         ),
         "ring": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="ring"),
         "two_shot": lambda: fusedtp.all_reduce(whole, group=group, schedule="fused", algorithm="two_shot"),
-        # Below the operator, inside of which torch ops cannot be watched.
+        # Called directly: torch ops inside of the registered operator cannot be watched.
         "decomposed": lambda: direct.one("all_gather", "decomposed", group, x, sizes=rows),
     }
     ws = registry.get(group, torch.device("cpu"))

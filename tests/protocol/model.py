@@ -1,20 +1,21 @@
-"""The protocol as a finite transition system, built from recordings, and every state of it explored.
+"""The protocol as a finite transition system, built from recordings.
 
-Memory is weak, and the model asks the most of it. An access (a `Window` here: accesses of one program between two of
-its synchronisations) may take effect from the moment at which its program comes to it until something forces it: a
-release that a barrier separates from it, or the end of its kernel. A signal may become visible to its reader at any
-time after its program has raised it, while that program goes on. Until then nothing is settled, so what is explored is
-the order of exactly these settling moments, the `Commit`s: a signal becomes visible, a kernel ends, a wait passes.
-Windows are open as long as they can be, which covers every order in which the accesses inside could take effect.
+Memory is weak, and the model asks the most of it. A `Window` is the accesses of one program between two of its
+synchronisations. A window may take effect from the moment when its program reaches it until something forces it: a
+release that a barrier separates from the window, or the end of its kernel. A signal may become visible to its reader at
+any time after its program has raised it, while that program goes on. The exploration covers all orders of the moments
+that settle something, the `Commit`s: a signal becomes visible, a kernel ends, a wait passes. Windows stay open as long
+as they can, which covers every order in which their accesses could take effect.
 
-A state is the set of commits so far. It is wrong when a window opens before one that must come first has closed:
+A state is the set of commits so far. A state is wrong when a window opens before another window that must come first
+has closed:
 
-- a load before every store of its own call to these cells has settled (an old chunk, or half a new one);
-- an access of a later call before those of the call before it to the same cells (overwritten while it is read).
+- a load opens before every store of its own call to the same cells has settled (an old chunk, or half a new one);
+- an access of a later call opens before the previous call's accesses to the same cells (overwritten while it is read).
 
-A state that is not final and has no commit left is a deadlock. Commits that settle nothing that matters, and waits
-whose condition stays true once it is, only ever open windows earlier: they are taken at once (`eager`) where taking
-them later reaches nothing new, and are explored like the others where a signal's word may go back.
+A state that is not final and has no commit left is a deadlock. Some commits only ever open windows earlier: those that
+settle nothing that matters, and waits whose condition stays true. They are taken at once (`eager`) if taking them later
+reaches nothing new, and are explored like the others if a signal's word may go back.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from dataclasses import dataclass, field
 
 from .events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 
-# [rank][call] -> the kernels of that call.
+# [rank][call] gives the kernels of that call.
 Calls = Sequence[Sequence[Sequence[Kernel]]]
-# What a wait that expects `epoch` makes of a word, by the word's distance to it.
+# Does a wait that expects `epoch` accept a word? By the word's distance to `epoch`.
 Accepts = Callable[[int], bool]
 
 
 @dataclass
 class Commit:
-    """A moment that orders something. `need`: the commits (bits) after which it can come."""
+    """A moment that orders something. `need`: the commits (bits) that must come first."""
 
     name: str
     need: int
     kind: str  # "signal", "wait", "end", "start"
     word: tuple[int, int, int] | None = None
     epoch: int = 0
-    # Of a start: the programs of the kernel before this one, each as the commits that end it, and how many may run.
+    # For a start: each earlier program of the kernel as the commits that end it, and how many programs may run.
     earlier: tuple[int, ...] = ()
     residency: int = 0
 
 
 @dataclass
 class Window:
-    """Cells that a program accesses at some time after `need` (bits), before any of `closers` (bits)."""
+    """Cells that a program accesses at some time after `need` (bits) and before any of `closers` (bits)."""
 
     name: str
     call: int
@@ -62,7 +63,7 @@ class Window:
 
 @dataclass
 class Model:
-    """All ranks' calls. `faults` are what is wrong whatever the order is."""
+    """All ranks' calls. `faults`: errors in every order."""
 
     modulus: int
     accepts: Accepts
@@ -72,22 +73,23 @@ class Model:
     faults: list[str] = field(default_factory=list)
 
     def commit(self, name: str, need: int, kind: str, **more: object) -> int:
-        """A new commit's bit."""
+        """Add a commit and return its bit."""
         self.commits.append(Commit(name, need, kind, **more))  # type: ignore[arg-type]
         return 1 << (len(self.commits) - 1)
 
     def accepted(self, seen: int, expected: int) -> bool:
-        """Whether a wait for `expected` ends at `seen`, as epochs are compared in a word of `modulus` values."""
+        """Return whether a wait for `expected` accepts `seen`; epochs are compared in a word of `modulus` values."""
         half = self.modulus // 2
         return self.accepts((seen - expected + half) % self.modulus - half)
 
 
 class _Program:
-    """Walks one program's events."""
+    """A walk through one program's events."""
 
     def __init__(self, model: Model, name: str, key: tuple[int, int, int, int], kernel: Kernel, need: int) -> None:
         self._model, self._name, self._key, self._kernel = model, name, key, kernel
-        # After what an access may come, and after what the next synchronisation (a wait that does not acquire differs).
+        # `access_need`: commits before the next access. `need`: commits before the next synchronisation. They differ
+        # after a wait that does not acquire.
         self.access_need = self.need = need
         self.commits = self._raised = self._unordered = 0
         self.windows: list[Window] = []
@@ -129,7 +131,7 @@ class _Program:
         self._current[event.write].cells |= {(event.owner, cell) for cell in event.cells}
 
     def _raise(self, event: Raise) -> None:
-        # A release comes after what a barrier has put before it; one thread needs none between its own atomics.
+        # A release comes after the signals before the last barrier; one thread needs no barrier between its atomics.
         need = self.need | (self._raised if event.release else 0)
         name = f"{self._name} signals slot {event.slot} of rank {event.owner}"
         word = (event.owner, event.slot, event.source)
@@ -144,8 +146,9 @@ class _Program:
 def build(
     calls: Calls, *, modulus: int = 16, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0
 ) -> Model:
-    """The model of calls[rank][call]. `residency` programs of a kernel run at a time, in their order (0: all);
-    `accepts` is what a wait makes of a word; by default what `kernels.signal` does, with a LEAD of modulus / 4.
+    """Return the model of calls[rank][call]. `residency`: the number of programs of a kernel that run at a time, in
+    order (0: all). `accepts`: whether a wait accepts a word; by default that of `kernels.signal`, with a LEAD of
+    modulus / 4.
     """
     model = Model(modulus, accepts or (lambda distance: 0 <= distance < modulus // 4), first_epoch)
     for rank, ops in enumerate(calls):
@@ -165,7 +168,7 @@ def build(
 
 
 def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: int, residency: int) -> int:
-    # The bit of the kernel's end.
+    # Add a kernel's windows and commits, and return the bit of its end.
     rank, call, _ = key
     title = f"rank {rank}, call {call}, {kernel.name}"
     inside, need = 0, start
@@ -187,7 +190,7 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
         inside |= program.commits | begin
         ended.append(program.need)
         need |= program.need
-    # Whichever program is the last to arrive does what the recording saw the last one do.
+    # The last program to arrive leaves, as in the recording, whichever program that is.
     if any(tails):
         if any(tails[:-1]):
             model.faults.append(f"{title}: a program that is not the last to arrive leaves")
@@ -203,8 +206,7 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
 
 
 def _check_end(model: Model, rank: int, call: int, kernels: Sequence[Kernel]) -> None:
-    # The epoch moves on once a call, by one, in the last kernel, after all programs have arrived and all other kernels
-    # have ended.
+    # The epoch advances once a call, by one, in the last kernel, after all programs have arrived and all kernels ended.
     where = [
         (number, (event.epoch - model.first_epoch - call - 1) % 2**32 == 0)
         for number, kernel in enumerate(kernels)
@@ -227,7 +229,7 @@ def _check_end(model: Model, rank: int, call: int, kernels: Sequence[Kernel]) ->
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits set."""
+    """Yield the indices of the set bits."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -235,7 +237,7 @@ def bits(mask: int) -> Iterator[int]:
 
 
 def closure(commits: Sequence[Commit]) -> list[int]:
-    """Per commit, everything that comes before it in every order (a commit needs only earlier numbers)."""
+    """Return, for each commit, all commits that precede it in every order (a commit needs only earlier numbers)."""
     before: list[int] = []
     for commit in commits:
         mask = commit.need
@@ -246,7 +248,7 @@ def closure(commits: Sequence[Commit]) -> list[int]:
 
 
 def required(model: Model) -> dict[int, list[int]]:
-    """Window -> the windows that must have closed when it opens, without those that always have."""
+    """Return, for each window, the windows that must have closed when it opens, except those that always have."""
     before = closure(model.commits)
 
     def always(first: Window, second: Window) -> bool:

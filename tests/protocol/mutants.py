@@ -1,6 +1,6 @@
 """Planted protocol bugs: one-line edits of the real kernels and schedules, undone afterwards.
 
-Each edit names the function and the text that it replaces, which must be there: a bug cannot quietly stop being one.
+Each edit names a function and the text that it replaces. The text must exist, so a bug cannot silently vanish.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 @dataclass(frozen=True)
 class Edit:
-    """In function `name` of `owner` (a module or class), `old` becomes `new` wherever it stands."""
+    """Replace `old` by `new` in function `name` of `owner` (a module or class)."""
 
     owner: Any
     name: str
@@ -32,14 +32,14 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug, the op and shards it shows on, and how many programs run at a time there (0: all)."""
+    """A bug, the op and shards that reveal it, and the number of programs that run at a time (0: all)."""
 
     bug: str
     op: str
     edits: tuple[Edit, ...]
     sizes: tuple[int, ...] = (3, 1)
     residency: int = 0
-    # Part of what the checker says.
+    # Part of the checker's message.
     says: str = ""
 
 
@@ -225,7 +225,7 @@ MUTANTS = (
 
 @contextlib.contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """With the bug in place, wherever the function is known by its name."""
+    """Plant the bug wherever the function is imported."""
     with contextlib.ExitStack() as stack:
         for edit in mutant.edits:
             _plant(edit, stack)
@@ -238,7 +238,7 @@ def _plant(edit: Edit, stack: contextlib.ExitStack) -> None:
     source = textwrap.dedent(inspect.getsource(function))
     assert edit.old in source, f"{edit.name} has no {edit.old!r} any more"
     source = source.replace(edit.old, edit.new)
-    # Triton reads the source of what it interprets.
+    # Triton reads the source of the functions that it interprets.
     file = f"<{edit.name} with {edit.new!r}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     stack.callback(linecache.cache.pop, file, None)

@@ -1,7 +1,7 @@
-"""The memory model once more, without any reduction: small random programs, every access executed by itself.
+"""The memory model again, without any reduction: small random programs whose every access is executed by itself.
 
-Each program has a buffer of what it has issued and what has not yet taken effect; whatever may take effect next does so
-in some order. Memory holds the number of the call that wrote it last. This is what `model` must agree with.
+Each program has a buffer of issued events that have not taken effect yet; any event that may take effect next does so
+in some order. Memory holds the number of the call that wrote last. `model` must agree with these results.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Iterator, Sequence
 from .events import Access, Advance, Barrier, Event, Kernel, Raise, Wait
 from .model import Calls
 
-# Per rank: the call it is in; per program of it: the events issued, and of those the ones that have not taken effect.
+# For each rank: its call, and for each program the number of events issued and those that have not taken effect.
 _Progress = tuple[int, tuple[tuple[int, frozenset[int]], ...]]
 # All ranks' progress; cell -> call; word -> epoch.
 _State = tuple[tuple[_Progress, ...], tuple[tuple[object, int], ...]]
 
 
 def random_calls(seed: int) -> Calls:
-    """Two to four calls of two ranks of one kernel each: one stores to the other's cells or its own, the other loads,
-    and what orders them is there or is not.
+    """Draw two to four calls of two ranks, each of one kernel. One rank stores to the other's cells or its own, the
+    other loads; the events that order both may be missing.
     """
     draw = random.Random(seed)
     style = [draw.random() < 0.85 for _ in range(4)]
     halves, num_calls, owner = draw.choice((1, 2, 2)), draw.choice((2, 3, 4)), draw.choice((0, 1))
 
     def often(index: int) -> bool:
-        # Most bugs are in every call alike, as a kernel's are; some only here or there.
+        # Most bugs are in every call, as a kernel's bugs are; a few are in single calls.
         return style[index] != (draw.random() < 0.04)
 
     def ops(rank: int) -> list[list[Kernel]]:
@@ -47,7 +47,7 @@ def random_calls(seed: int) -> Calls:
             events = [enter + work] if draw.random() < 0.5 else [enter, work]
             kernel = Kernel("random", 0, (), False, events)
             kernel.programs[-1] += leave
-            # A kernel of its own, as after the arrival of all programs.
+            # The epoch advances in a kernel of its own, as after the arrival of all programs.
             calls.append([kernel, Kernel("leaving", 0, (0,), True, [[Advance(epoch)]])])
         return calls
 
@@ -55,7 +55,7 @@ def random_calls(seed: int) -> Calls:
 
 
 def explore_naively(calls: Calls) -> str:
-    """What goes wrong in some order, or ""."""
+    """Return an error that some order has, or ""."""
     start: _State = (tuple((0, _begin(ops, 0)) for ops in calls), ())
     seen, left = {start}, [start]
     while left:

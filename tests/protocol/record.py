@@ -1,13 +1,13 @@
-"""What a rank does to symmetric memory, recorded from the real code: kernels in the interpreter, host steps, torch ops.
+"""Record what a rank does to symmetric memory in the real code: interpreted kernels, host steps, torch ops.
 
-`Recorder` watches one rank's workspace while an op runs on it and returns the op's `Kernel`s: per program the data that
-it loads and stores in any arena, its barriers, the signals that it raises and waits for, and where it leaves. Nothing
-is written by hand, so that the model which is built from it (`model`) cannot drift apart from the kernels.
+`Recorder` watches one rank's workspace while an op runs on it and returns the op's `Kernel`s. They have, for each
+program, the loads and stores in any arena, the barriers, the signals raised and waited for, and the end. Nothing is
+written by hand, so the model that is built from recordings (`model`) cannot drift apart from the kernels.
 
-A rank can be recorded alone: with `alone` a poll does not look into memory but is shown one epoch after another, from
-two before the op's own on, until the wait ends. What it was shown last is what the wait waits for. (The control flow of
-an op depends on shapes only, never on data or on the time at which a signal arrives.) Without `alone` polls are real
-and the recording is that of one real run.
+A rank can be recorded alone. With `alone` a poll does not read memory but gets one epoch after another, from two before
+the op's own on, until the wait ends; the last epoch is what the wait waits for. (The control flow of an op depends on
+shapes only, never on data or on the arrival time of a signal.) Without `alone` polls are real and the recording is that
+of one real run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .events import CELL_BYTES, Access, Advance, Arrive, Barrier, Event, Kernel,
 
 
 class TorchAccesses(TorchDispatchMode):
-    """Torch ops that read or write arenas, as loads and stores of the host."""
+    """Record torch ops that read or write arenas as loads and stores of the host."""
 
     def __init__(self, touched: Callable[..., None], emit: Callable[[Any], None]) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ def _of_fingerprint(event: Event) -> bool:
 
 
 class Recorder:
-    """Records the ops of one rank, whose workspace this is; use as a context manager, one op a `call`. With
-    `side_stream` the schedules' side stream runs beside the main one, as on a GPU.
+    """Record the ops of the rank that owns this workspace. Use as a context manager, with one op for each `call`. With
+    `side_stream` the schedules' side stream runs beside the main stream, as on a GPU.
     """
 
     def __init__(self, ws: Workspace, *, alone: bool = True, side_stream: bool = True) -> None:
@@ -90,9 +90,9 @@ class Recorder:
         self._stack.close()
 
     def call(self, op: Callable[[], object]) -> list[Kernel]:
-        """The kernels of one op."""
+        """Run one op and return its kernels."""
         self.kernels: list[Kernel] = []
-        # Per stream, the kernel that its next one follows, and what else that one waits for.
+        # For each stream: the kernels before its next kernel, and further kernels that the next one waits for.
         self._stream = 0
         self._last: list[tuple[int, ...]] = [(), ()]
         self._pending: list[tuple[int, ...]] = [(), ()]
@@ -101,14 +101,14 @@ class Recorder:
         self._fingerprints: set[tuple[int, int]] = set()
         self._enters_twice = False
         self._open = True
-        # A planted bug may count otherwise than the host, which would say so before the checker does.
+        # With a planted bug a kernel may count differently from the host, which would report it before the checker.
         self.ws._mirror_is_exact = False
         with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
         if self._enters_twice:
-            # Each kernel that enters stores its fingerprint before its own entry, which one of them has raised. Which,
-            # cells cannot tell: that order is looked at in the ops that enter once.
+            # Each kernel that enters stores its fingerprint and then raises the entry. Cells cannot tell which kernel's
+            # entry a peer has seen, so that order is checked only in ops that enter once.
             for kernel in self.kernels:
                 for number, program in enumerate(kernel.programs):
                     kernel.programs[number] = [event for event in program if not _of_fingerprint(event)]
@@ -117,19 +117,19 @@ class Recorder:
     # Kernels and programs.
 
     def begin_kernel(self, name: str, one_thread: bool) -> None:
-        """What follows belongs to a new kernel on the current stream."""
+        """Begin a new kernel on the current stream."""
         after = tuple(sorted({*self._last[self._stream], *self._pending[self._stream]}))
         self.kernels.append(Kernel(name, self._stream, after, one_thread))
         self._last[self._stream], self._pending[self._stream] = (len(self.kernels) - 1,), ()
         self._program = None
 
     def begin_program(self) -> None:
-        """What follows belongs to the next program of the current kernel."""
+        """Begin the next program of the current kernel."""
         self._program = []
         self.kernels[-1].programs.append(self._program)
 
     def host_event(self, event: Event) -> None:
-        """An event of the host's own, in the stretch that is open on the current stream, or a new one."""
+        """Add a host event to the open stretch of the current stream, or to a new stretch."""
         if self._program is None:
             self.begin_kernel("host", one_thread=True)
             self.begin_program()
@@ -138,13 +138,13 @@ class Recorder:
         self.add(event)
 
     def add(self, event: Event) -> None:
-        """Append to the current program."""
+        """Append an event to the current program."""
         assert self._program is not None
         self._program.append(event)
 
     @contextlib.contextmanager
     def side(self, _: Workspace) -> Iterator[None]:
-        """`travelling` as on a GPU: the side stream follows what the main one has been given so far."""
+        """Replace `travelling` as on a GPU: the side stream follows all kernels of the main stream so far."""
         self._pending[1] = (*self._pending[1], *self._last[0])
         self._stream, self._program = 1, None
         try:
@@ -153,21 +153,21 @@ class Recorder:
             self._stream, self._program = 0, None
 
     def settle(self, _: Workspace) -> None:
-        """`settle` as on a GPU: the main stream waits for the side stream."""
+        """Replace `settle` as on a GPU: the main stream waits for the side stream."""
         self._pending[0] = (*self._pending[0], *self._last[1])
         self._program = None
 
     # Addresses.
 
     def locate(self, address: int) -> tuple[int, int] | None:
-        """(rank, bytes into its arena), or None for memory that is not symmetric."""
+        """Return (rank, byte offset in its arena), or None for memory that is not symmetric."""
         for owner, begin in enumerate(self.ws.addresses):
             if begin <= address < begin + self.ws.data_offset + 2 * self.ws.half_bytes:
                 return owner, address - begin
         return None
 
     def touched(self, addresses: np.ndarray[Any, Any], write: bool, emit: Callable[[Event], None]) -> None:
-        """Elements at `addresses` are loaded or stored; those of one access lie in one arena."""
+        """Record a load or store of the elements at `addresses`, which lie in one arena."""
         place = self.locate(int(addresses[0])) if self._open and addresses.size else None
         if place is None:
             return
@@ -180,7 +180,7 @@ class Recorder:
             self.header_stored(owner, offset // 4, emit)
 
     def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
-        """A header word has been written: a signal, or the own epoch."""
+        """Record a store to a header word: a signal, or this rank's epoch."""
         view = self.ws._arena.tensors[owner][4 * word : 4 * word + 4].view(torch.int32)  # type: ignore[union-attr]
         if self.is_fingerprint(word):
             self.fingerprint_stored(owner, word, emit)
@@ -191,19 +191,19 @@ class Recorder:
             emit(Advance(int(view)))
 
     def is_fingerprint(self, word: int) -> bool:
-        """Whether a fingerprint begins at a header's word: memory that an entry's signal orders, as it does data."""
+        """Return whether a fingerprint begins at a header's word; an entry's signal orders fingerprints like data."""
         slot = (word - signal.SIGNALS.value) // self.ws.world_size
         return signal.FINGERPRINT_SLOT.value <= slot < signal.ENTRY_SLOT.value
 
     def fingerprint_stored(self, owner: int, word: int, emit: Callable[[Event], None]) -> None:
-        """A fingerprint has been stored."""
+        """Record the store of a fingerprint."""
         self._enters_twice |= (owner, word) in self._fingerprints
         self._fingerprints.add((owner, word))
         emit(Access(True, owner, frozenset([-1 - word])))
 
     def fingerprint_read(self, owner: int, word: int) -> None:
-        """A fingerprint has been loaded. In a real run a wait that is long looks whether its peer has entered, and at
-        the fingerprint of one that has; of one that has not it takes no notice of what it loads.
+        """Record the load of a fingerprint. In a real run a long wait checks whether its peer has entered, and loads
+        the peer's fingerprint; before the peer's entry the loaded value is ignored.
         """
         if not self.alone and self._word is not None and self._word[0] == signal.ENTRY_SLOT.value:
             assert self._polled is not None
@@ -215,7 +215,7 @@ class Recorder:
     # Polls.
 
     def shown(self, word: int) -> int | None:
-        """What a poll of the own header's `word` sees when the rank is recorded alone; None: look into memory."""
+        """Return what a poll of the header's `word` sees when the rank is recorded alone, or None to read memory."""
         self._word = divmod(word - signal.SIGNALS.value, self.ws.world_size)
         if not self.alone:
             return None
@@ -223,14 +223,14 @@ class Recorder:
         return steps.wrapping_difference(self._polled, 0)
 
     def whole_wait(self, wait: Callable[..., Any], emit: Callable[[Event], None]) -> Callable[..., Any]:
-        """`wait`, recorded once it has ended."""
+        """Wrap `wait` so that it is recorded once it has ended."""
 
         def recorded(*args: Any) -> Any:
             if not self._open:
                 return wait(*args)
             begin = 0 if self._program is None else len(self._program)
             seen: list[int] = []
-            # A wait's first look may be another piece of code than the later ones: show it the last epoch first, too.
+            # The first poll of a wait may be other code than later polls, so one run shows it the last epoch at once.
             for first in (self.epoch - 1, self.epoch - 2) if self.alone else (0,):
                 if self._program is not None:
                     del self._program[begin:]
@@ -241,10 +241,10 @@ class Recorder:
                 if polled is not None:
                     seen.append(polled)
             if self._word is not None:
-                # In a real run the peer may have gone on already, which is not what was waited for.
+                # In a real run the peer may have advanced beyond the epoch that was waited for.
                 epoch = min(seen) if self.alone else self.epoch + min(0, steps.wrapping_difference(seen[0], self.epoch))
                 emit(Wait(*self._word, steps.wrapping_difference(epoch, 0), self._acquires))
-                # What it did once it had seen the signal comes after.
+                # The wait goes before the events that followed the signal.
                 self._program.insert(begin, self._program.pop())  # type: ignore[union-attr]
             return result
 
@@ -282,7 +282,7 @@ class Recorder:
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if recorder.is_fingerprint(word):
                 recorder.fingerprint_read(owner, word)
-                # What a peer that agrees has written is this rank's own.
+                # A peer that agrees has written the same fingerprint as this rank.
                 return TensorHandle(np.full_like(val.data, recorder.ws.meanings.now.fingerprint), val.dtype)
             if word >= signal.SIGNALS.value and op == ir.ATOMIC_OP.ADD and owner == recorder.rank:
                 shown = recorder.shown(word)
@@ -323,7 +323,7 @@ class Recorder:
             self._replace(InterpreterBuilder, name, value)
         self._replace(GridExecutor, "__call__", launched)
         wait = signal.wait
-        # Also those that are imported late: they would take, and keep, what stands in its place here.
+        # Import all modules of kernels now: a module imported later would keep the patched `wait`.
         for module in [import_module(f"{kernels.__name__}.{each.name}") for each in iter_modules(kernels.__path__)]:
             if getattr(module, "wait", None) is wait:
                 self._replace(module, "wait", self.whole_wait(wait, self.add))
@@ -359,7 +359,7 @@ class Recorder:
             if self._open:
                 self.fingerprint_stored(owner, offset // 4, self.host_event)
 
-        # What is read and written in its place is watched by functions.
+        # Words must be read and written by functions, which can be patched.
         self._replace(steps, "_PLAIN_WORDS", False)
         self._replace(steps, "load_fingerprint", load_fingerprint)
         self._replace(steps, "store_fingerprint", store_fingerprint)

@@ -1,4 +1,4 @@
-"""The command of `nox -s soak`: `runs` with what is asked for, and a word about each part."""
+"""The command of `nox -s soak`: run `runs` with the given options and print progress."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a rank of `soak` does: make its part of every call, late by chance, check it, and say how large it has become.
+"""The part of one rank in `soak`: make every call after a random delay, check it, and measure the rank's memory.
 
-Apart from the command, as ranks import it by its own name.
+A module apart from the command, as ranks import it by its own name.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import fusedtp
 
 from .mixed import Call, Operands, draw
 
-# Ranks on fewer cores, interpreted kernels among them: a peer may be late, but not this late.
+# More ranks than cores, with interpreted kernels: a peer may be late, but not this late.
 WAIT_SECONDS = 120.0
-# What memory may grow by from the second quarter of a run to the last, in bytes a rank. What is kept for a shape
-# (plans, views, a library's primitives) is all there after the first, as shapes come again from then on. Pages that the
-# allocator and Python have not handed back come and go by this much; a tensor of ours that was kept at every call, the
-# smallest of them 1 KiB with its bookkeeping, would be 5 MiB over the 5,000 calls of 10,000 that lie between.
+# Memory may grow by this many bytes a rank from the second quarter of a run to the last. Caches (plans, views, a
+# library's primitives) are full after the first quarter, as shapes repeat from then on. Pages that the allocator and
+# Python have not returned vary by this much. A tensor of ours leaked at every call, at least 1 KiB with its
+# bookkeeping, would be 5 MiB over the 5,000 calls of 10,000 in between.
 NOISE_BYTES = 4 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -40,13 +40,13 @@ class Sample:
 
 
 def delay(seed: int, number: int, rank: int) -> float:
-    """Seconds that `rank` is late for a call: mostly nothing, else 10 us to 5 ms, evenly by order of magnitude."""
+    """Return the seconds that `rank` is late for a call: mostly 0, else 10 us to 5 ms, evenly by order of magnitude."""
     source = random.Random(f"{seed}/{number}/delay of {rank}")
     return 10.0 ** source.uniform(-5, -2.3) if source.random() < 0.4 else 0.0
 
 
 def drawn(seed: int, number: int, num_shapes: int, world_size: int) -> Call:
-    """Call `number` of a seed: after `num_shapes` calls they come again, with other values in them."""
+    """Return call `number` of a seed; after `num_shapes` calls the same calls repeat with other values."""
     call = draw(random.Random(f"{seed}/{number % num_shapes}"), world_size)
     return replace(call, seed=call.seed + number)
 
@@ -54,9 +54,7 @@ def drawn(seed: int, number: int, num_shapes: int, world_size: int) -> Call:
 def make_calls(
     group: ProcessGroup, seed: int, num_shapes: int, first: int, count: int, epoch: int | None
 ) -> Sample:  # fmt: skip
-    """Make calls `first` to `first + count - 1` on this rank and check them; `epoch`: of a new workspace, None to go
-    on with the old one.
-    """
+    """Make calls `first` to `first + count - 1` on this rank and check them; `epoch`: of a new workspace, or None."""
     from fusedtp.workspaces import registry
 
     cpu, rank = torch.device("cpu"), group.rank()
@@ -79,8 +77,8 @@ def make_calls(
 
 
 def growth(samples: Sequence[Sample]) -> tuple[float, float]:
-    """By how many bytes, and how many descriptors, the last quarter lies above the second: medians, so that neither
-    what is filled once at the start nor a single peak counts.
+    """Return the growth from the second quarter to the last in bytes and descriptors. Medians ignore caches that are
+    filled at the start, and single peaks.
     """
     quarter = len(samples) // 4
     middle, last = samples[quarter : 2 * quarter], samples[-quarter:]
@@ -94,7 +92,7 @@ def growth(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 def check_flat(by_rank: Sequence[Sequence[Sample]]) -> None:
-    """AssertionError unless the memory of every rank is as large, and as many files open, at the end as before."""
+    """Assert that no rank's memory or number of open files has grown."""
     for rank, samples in enumerate(by_rank):
         grown_bytes, grown_fds = growth(samples)
         assert grown_fds == 0, f"rank {rank} has {grown_fds:+g} descriptors open, of {samples[-1].num_fds}"
@@ -105,7 +103,7 @@ def check_flat(by_rank: Sequence[Sequence[Sample]]) -> None:
 
 
 def check_wrapped(by_rank: Sequence[Sequence[Sample]]) -> None:
-    """AssertionError unless every rank's epoch went past the largest int32, to the same one on all."""
+    """Assert that every rank's epoch has wrapped past the largest int32, and that all ranks have the same epochs."""
     for rank, samples in enumerate(by_rank):
         epochs = [sample.epoch for sample in samples]
         assert epochs[0] > 0 > epochs[-1], f"epochs of rank {rank} did not wrap: {epochs[0]} to {epochs[-1]}"

@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt in a call: before one of our own lines, or by a real signal, wherever that finds it."""
+"""A KeyboardInterrupt in a call: before one of our own lines, or by a real signal at any time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import fusedtp.bench
 import fusedtp.kernels
 
 FOLDERS = tuple(f"{Path(module.__file__ or '').parent}/" for module in (fusedtp, fusedtp.kernels))
-# Installed it lies in the first of them.
+# In an installed package `bench` lies in the first folder.
 _BENCH = f"{Path(fusedtp.bench.__file__).parent}/"
-# A tracer strikes before these lines, and no signal does: the exit of a lock, a `try:` (whose instruction does nothing,
-# and which Python 3.11 leaves out of the block around it), and in `locks`, where nothing is called.
+# A tracer can strike before these lines, but no signal can: the exit of a lock; a `try:` (its instruction does nothing,
+# and Python 3.11 leaves it out of the surrounding block); lines of `locks` that call nothing.
 _NO_SIGNAL = (
     "with _lock:", "try:", "if key in _taken and _taken[key] is mine:", "del _taken[key]", "_here.call = None",
     "return result",
@@ -26,9 +26,9 @@ _NO_SIGNAL = (
 
 
 def before_line(number: int, call: Callable[[], object], within: str = "") -> tuple[str, bool]:
-    """(before which line, whether `call` raised it): a KeyboardInterrupt before the `number`-th line of ours.
+    """Raise a KeyboardInterrupt before the `number`-th line of ours; return the line, and whether `call` raised it.
 
-    within: count the lines of functions of that name alone.
+    within: count only lines of functions of that name.
     """
 
     def counts(frame: FrameType) -> bool:
@@ -44,9 +44,10 @@ def before_line(number: int, call: Callable[[], object], within: str = "") -> tu
 def struck(
     number: int, call: Callable[[], object], counts: Callable[[FrameType], bool]
 ) -> tuple[str, KeyboardInterrupt | None]:
-    """Before which line it was raised, "" if before none, and what `call` then raised.
+    """Raise a KeyboardInterrupt before the `number`-th counted line; return the line ("" if none) and the error of
+    `call`.
 
-    counts: asked of each frame where it begins and at each of its lines; one that does not begin with True is left out.
+    counts: called at each frame's start and lines. A frame whose first answer is False is left out.
     """
     count, place = 0, ""
 
@@ -72,7 +73,7 @@ def struck(
 
 
 def by_signal(seconds: float, call: Callable[[], object]) -> bool:
-    """Whether `call` was interrupted: the kernel sends SIGALRM after `seconds`, which raises what Ctrl-C does."""
+    """Return whether `call` was interrupted: SIGALRM after `seconds` raises what Ctrl-C raises."""
     before = signal_of_posix.signal(signal_of_posix.SIGALRM, signal_of_posix.default_int_handler)
     returned = False
     try:
@@ -83,7 +84,7 @@ def by_signal(seconds: float, call: Callable[[], object]) -> bool:
         finally:
             signal_of_posix.setitimer(signal_of_posix.ITIMER_REAL, 0)
     except KeyboardInterrupt:
-        # It may come when the call has returned.
+        # The signal may arrive after the call has returned.
         return not returned
     finally:
         signal_of_posix.signal(signal_of_posix.SIGALRM, before)

@@ -1,11 +1,11 @@
-"""Any call of the library, drawn at random: its operands, its result and gradients, and what they must be.
+"""Random calls of the library: operands, and expected result and gradients.
 
-Calls are drawn from a seed and a number alone, so every rank draws the same ones and any of them can be made again.
-Sizes are a tile of the interpreter's or two at most; shards are even, uneven or empty. Every rank draws the whole
-operands, cuts its shards out of them, and compares its part of y, and of the gradients where the call has a backward
-pass, with the unsharded products in float64, within the errors that `fusedtp.reference` derives.
+Calls are drawn from a seed and a number alone, so every rank draws the same calls and any call can be repeated. Sizes
+are at most two tiles of the interpreter; shards are even, uneven or empty. Every rank draws the whole operands and cuts
+its shards. It compares its part of y, and of the gradients if the call has a backward pass, with the unsharded products
+in float64, within the errors that `fusedtp.reference` derives.
 
-The shapes, x @ weight.T + bias of M rows, N output and K input features, and `_X` for a dim that ranks share:
+The shapes, for x @ weight.T + bias of M rows, N output and K input features; `_X` marks a dim that is split over ranks:
 
     all_gather_linear       x [M_X, K] or [M, K_X]   weight [N_X, K]   ->  y [M, N_X]
     linear_reduce_scatter   x [M, K_X]               weight [N, K_X]   ->  y [M_X, N] or [M, N_X]
@@ -39,13 +39,13 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
-    """What can be asked for beside "auto": a ring is a kernel, and a process group picks its own."""
+    """Return the algorithms beside "auto": a ring needs kernels, and process groups pick their own algorithm."""
     if schedule == "unfused":
         return ()
     return tuple(each for each in op.algorithms if each != "ring" or schedule == "fused")
 
 
-# By call and schedule.
+# Key: call, then schedule.
 ALGORITHMS = {
     name: {schedule: algorithms(op, schedule) for schedule in ("fused", "decomposed")}
     for name, op in {**{name: TABLE[name] for name in COLLECTIVES}, "linear_all_reduce": MATMUL_ALL_REDUCE}.items()
@@ -56,13 +56,13 @@ DTYPES = {
     "decomposed": ("float32", "bfloat16", "float16", "float64"),
     "unfused": ("float32", "bfloat16", "float16", "float64"),
 }
-# An interpreted kernel takes as long as a hundred calls of the other schedules.
+# One call with interpreted kernels takes as long as a hundred calls of the other schedules.
 WEIGHTS = {"decomposed": 11, "unfused": 6, "fused": 3}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: `sizes` are the ranks' lengths of M, N and K; dim is the one gathered or scattered, 0 or -1."""
+    """One call. `sizes`: the ranks' lengths of M, N and K; dim: the gathered or scattered dim, 0 or -1."""
 
     op: str
     schedule: str
@@ -76,7 +76,7 @@ class Call:
 
 
 def _split(source: random.Random, world_size: int) -> tuple[int, ...]:
-    # A length, mostly within a tile, and how ranks share it: as even as can be, anyhow, or all of it on one.
+    # Draw a length, mostly within a tile, and its shards: as even as possible, random, or all on one rank.
     length = source.randint(0, 40) if source.random() < 0.95 else source.randint(64, 131)
     if source.random() < 0.3:
         return even_sizes(length, world_size)
@@ -88,7 +88,7 @@ def _split(source: random.Random, world_size: int) -> tuple[int, ...]:
 
 
 def draw(source: random.Random, world_size: int, weights: Mapping[str, float] = WEIGHTS) -> Call:
-    """A call of any op on any schedule; `weights`: how often each schedule."""
+    """Draw a call of any op and schedule; `weights`: how often each schedule is drawn."""
     (schedule,) = source.choices(list(weights), list(weights.values()))
     op = source.choice(OPS)
     m_sizes, n_sizes, k_sizes = (_split(source, world_size) for _ in range(3))
@@ -103,24 +103,24 @@ def draw(source: random.Random, world_size: int, weights: Mapping[str, float] = 
 
 
 class Expected:
-    """What a result must be, and the error that rounding may leave, by the result's name."""
+    """An expected result, by name, and the error that rounding may leave."""
 
     def __init__(self, name: str, whole: Tensor, allowed: Tensor) -> None:
         self.name, self.whole, self.allowed = name, whole, allowed
 
     def part(self, dim: int, rank: int, sizes: Sequence[int]) -> Expected:
-        """Rank `rank`'s of the ranks' parts along `dim`."""
+        """Return rank `rank`'s part along `dim`."""
         return Expected(self.name, *(reference.chunk(each, dim, rank, sizes) for each in (self.whole, self.allowed)))
 
 
 class Operands:
-    """A call's operands on one rank, as leaves, and what its result and their gradients must be there."""
+    """A call's operands on one rank, as leaves, with the expected result and gradients."""
 
     def __init__(self, call: Call, rank: int, device: torch.device | str = "cpu") -> None:
         self.call, self.rank = call, rank
         self.dtype: torch.dtype = getattr(torch, call.dtype)
         self._random = torch.Generator().manual_seed(call.seed)
-        # A backend sums in the operands' dtype, and a ring sends its running sum in it; all else sums in float32.
+        # A backend sums in the operands' dtype, and a ring sends running sums in that dtype; all else sums in float32.
         by_dtype = call.schedule == "unfused" or call.algorithm == "ring"
         self._sum_dtype = self.dtype if by_dtype else torch.float32
         self.bias: Tensor | None = None
@@ -139,7 +139,7 @@ class Operands:
         return torch.randn(shape, generator=self._random).to(self.dtype)
 
     def _product(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, cut: Any = None) -> Expected:
-        # a @ b + bias; `cut`: the ranks' lengths of the contraction, where their products are summed.
+        # a @ b + bias. `cut`: the ranks' lengths of the contraction, if their products are summed.
         bound = reference.bound(a, b, self.dtype, k_sizes=cut, bias=bias, sum_dtype=self._sum_dtype)
         return Expected(name, reference.matmul(a, b, bias), bound)
 
@@ -160,7 +160,7 @@ class Operands:
         cut = reference.chunk
         y = self._product("y", x, w.t(), bias, None if call.op in ("all_gather_linear", "fsdp_linear") else k)
         if call.op == "all_gather_linear":
-            # Every rank has its own output features; dx is the sum over them.
+            # Every rank has its own output features; dx is the sum over ranks.
             self.x = cut(x, 0, rank, m) if call.dim == 0 else cut(x, 1, rank, k)
             self.weight, self.bias = cut(w, 0, rank, n), None if bias is None else cut(bias, 0, rank, n)
             self.dy = cut(dy, 1, rank, n)
@@ -182,7 +182,7 @@ class Operands:
             if call.op == "linear_reduce_scatter":
                 dim, sizes = (0, m) if call.dim == 0 else (1, n)
                 y, self.dy = y.part(dim, rank, sizes), cut(dy, dim, rank, sizes)
-            # Each rank sums the bias's gradient over its own part of dy, if that is not whole.
+            # If dy is split, each rank sums the bias's gradient over its own part of dy.
             over_ranks = m if call.op == "linear_reduce_scatter" and call.dim == 0 else None
             self.expected = [
                 y, self._product("dx", dy, self.weight), self._product("dw", dy.t(), self.x),
@@ -205,7 +205,7 @@ class Operands:
         self.expected = [y, self._exact("dx", dy)]
 
     def call_on(self, group: ProcessGroup, producer: str = "auto") -> Tensor:
-        """The result; differentiable where the call has a backward pass. producer: where something is gathered."""
+        """Return the result; differentiable if the call has a backward pass. producer: for ops that gather."""
         call, function = self.call, getattr(fusedtp, self.call.op)
         options: dict[str, Any] = {"group": group, "schedule": call.schedule}
         m, n, k = call.sizes
@@ -227,7 +227,7 @@ class Operands:
     def run(
         self, group: ProcessGroup, between: Callable[[], None] = lambda: None, producer: str = "auto"
     ) -> list[Tensor]:
-        """y, and after `between` the gradients of x, weight and bias, as far as there are any."""
+        """Return y, and after `between` the gradients of the leaves."""
         y = self.call_on(group, producer)
         if not self.call.backward:
             return [y]
@@ -235,7 +235,7 @@ class Operands:
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
 
     def check(self, results: Sequence[Tensor]) -> None:
-        """AssertionError where a result is wrong in dtype, shape or an element."""
+        """Assert that results are right in dtype, shape and every element."""
         for out, want in zip(results, self.expected, strict=False):
             what = f"{want.name} of {self.call} on rank {self.rank}"
             assert out.dtype == self.dtype, f"{what}: {out.dtype}"

@@ -1,8 +1,8 @@
-"""What a rank does of a random program, and what must come of it: right numbers, or every rank of the group told.
+"""Perform random programs on one rank and check the outcome: right numbers, or an error on every rank of the group.
 
-Wherever something goes wrong the ranks go on for one call more, in which whoever has not heard of it must, and then
-tell each other in torch's store what each has seen. A number that is wrong, an error on some ranks alone, an exception
-that is none of ours and a wait beyond the budget fail the program.
+After a step in which something goes wrong the ranks make one more call, which must tell every rank that has not
+noticed. Then they exchange their outcomes through torch's store. A program fails on a wrong number, an error on some
+ranks alone, a foreign exception, or a wait beyond the timeout.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from .endurance import delay
 from .mixed import Call, Operands
 from .programs import AXES, Step, grows, probe, program
 
-# The budget of calls that nothing is wrong with, ranks being on fewer cores, and of those in which something may be.
+# Timeouts of calls without faults, as there are more ranks than cores, and of calls with faults.
 LONG_SECONDS, SHORT_SECONDS = 60.0, 4.0
-# Where a rank is late its peers are to give up, or nearly.
+# A timeout that a late rank exceeds, or nearly.
 LATE_SECONDS = 0.2
-# No step waits twice as long as the longest budget. One that does is a hang, and ends the rank with its stacks.
+# No step waits twice as long as the longest timeout. A longer step is a hang, and ends the rank with its stacks.
 WATCH_SECONDS = 2.5 * LONG_SECONDS
-# What an error begins with after which nothing need be destroyed.
+# After errors that begin with these words no `destroy` is needed.
 CANNOT_GROW = "the workspace cannot grow"
-# Steps that a failure shows.
+# Number of steps that a failure shows.
 LAST = 8
 _runs = itertools.count()
 
 
 def told(error: Exception) -> str:
-    """The kind of an error that says that ranks have lost each other; raises any other."""
+    """Return the kind of an error by which ranks learn that they have lost each other; raise any other error."""
     from fusedtp.memory import Unreachable
 
     if str(error).startswith(CANNOT_GROW) and isinstance(error, (fusedtp.RanksDisagree, Unreachable)):
@@ -62,12 +62,12 @@ def told(error: Exception) -> str:
 
 
 def of_all(step: Step) -> bool:
-    """Whether it gives back the memory of every group, not only of its axis."""
+    """Return whether the step gives back the memory of every group, not only of its axis."""
     return step.kind == "destroy" and step.where < 0.3
 
 
 def interrupted(kind: str, where: float, call: Callable[[], str]) -> list[Callable[[], str]]:
-    """The attempts of a rank whose `call` is interrupted: it has no result, and makes it again."""
+    """Return the attempts of a rank whose `call` is interrupted: a call without a result is repeated."""
     again = False
 
     def struck() -> str:
@@ -86,10 +86,10 @@ def interrupted(kind: str, where: float, call: Callable[[], str]) -> list[Callab
 
 
 def limited(name: str, call: Callable[[], str]) -> str:
-    """The call, with what the limit allows used up."""
+    """Make the call while the resource limit is used up."""
     kind = getattr(resource, name)
     before = resource.getrlimit(kind)
-    # What this process has by now is enough for what it has by now.
+    # A limit at what this process uses now; any further use fails.
     used = {"RLIMIT_NOFILE": len(os.listdir("/proc/self/fd")) - 1, "RLIMIT_FSIZE": 4096}[name]
     resource.setrlimit(kind, (used, before[1]))
     try:
@@ -99,7 +99,7 @@ def limited(name: str, call: Callable[[], str]) -> str:
 
 
 def pause(pids: Sequence[int], seconds: float) -> None:
-    """Have the whole job stopped soon, for so long, by a process of its own."""
+    """Stop all ranks for `seconds`, from a separate process."""
     everyone = " ".join(map(str, pids))
     script = f"sleep 0.1; kill -STOP {everyone}; sleep {seconds}; kill -CONT {everyone}"
     threading.Thread(target=subprocess.Popen(["sh", "-c", script]).wait, daemon=True).start()
@@ -107,7 +107,7 @@ def pause(pids: Sequence[int], seconds: float) -> None:
 
 @contextlib.contextmanager
 def setting_timeouts(group: ProcessGroup, seed: int) -> Iterator[None]:
-    """Another thread sets budgets meanwhile, long ones, of this group and of all."""
+    """Set long timeouts from another thread meanwhile, for this group and for all groups."""
     ended, source = threading.Event(), random.Random(seed)
 
     def set_them() -> None:
@@ -124,7 +124,7 @@ def setting_timeouts(group: ProcessGroup, seed: int) -> Iterator[None]:
 
 
 class Performer:
-    """One rank of a program: its groups, results whose backward pass is still to come, and what came of each step."""
+    """One rank of a program: its groups, results that still need a backward pass, and the outcome of each step."""
 
     def __init__(self, world: ProcessGroup, seed: int, number: int) -> None:
         self._world, self._rank, self._seed = world, world.rank(), seed
@@ -136,7 +136,7 @@ class Performer:
         self.steps = 0
 
     def perform(self, steps: Sequence[Step]) -> None:
-        """All of it, in memory made anew."""
+        """Perform all steps in new memory."""
         fusedtp.destroy()
         fusedtp.set_timeout(LONG_SECONDS)
         self._groups = [self._world, *(self._made(axis) for axis in range(1, len(self._axes)))]
@@ -159,9 +159,9 @@ class Performer:
         return AXES[self._world.size()]
 
     def _made(self, axis: int) -> ProcessGroup | None:
-        # Of all ranks, in one order.
+        # Groups are made by all ranks, in one order.
         made = [dist.new_group(list(ranks), timeout=timedelta(seconds=LONG_SECONDS)) for ranks in self._axes[axis]]
-        # A rank that destroys its group at once closes connections that a late one is still making.
+        # A rank that destroys its group at once would close connections that a late rank is still making.
         dist.barrier(self._world)
         return next((group for ranks, group in zip(self._axes[axis], made, strict=True) if self._rank in ranks), None)
 
@@ -185,7 +185,7 @@ class Performer:
         self.counts[f"{step.kind}: right"] += 1
 
     def _backward(self, axis: int) -> None:
-        # Of the first of that axis whose backward pass is still to come: not all ranks are in the others.
+        # The first kept result of that axis; not all ranks take part in other axes.
         for index, (of, operands, y) in enumerate(self._kept):
             if of == axis:
                 del self._kept[index]
@@ -198,7 +198,7 @@ class Performer:
             self._backward(self._kept[0][0])
 
     def _made_anew(self, axis: int) -> None:
-        # By torch alone: nobody calls `fusedtp.destroy`.
+        # Torch alone destroys the group, without `fusedtp.destroy`.
         if axis == 0:
             return
         self._all_backward()
@@ -231,14 +231,14 @@ class Performer:
         self.counts[f"{step.kind}: {'right' if came == {'right'} else 'told'}"] += 1
         for each in mine:
             self.counts[f"{step.kind}, on a rank: {each}"] += 1
-        # Where memory could not grow all go on with what they have; else the ranks are out of step.
+        # If memory could not grow, all ranks go on with their memory; after other errors the ranks are out of step.
         if came not in ({"right"}, {CANNOT_GROW}):
             fusedtp.destroy(group)
         fusedtp.set_timeout(LONG_SECONDS, group)
         call_right(probe(step.call.seed + 1, group.size()), group)
 
     def _attempts(self, step: Step, group: ProcessGroup) -> list[str]:
-        # What came of this rank's calls, up to an error.
+        # Return the outcomes of this rank's calls, up to the first error.
         guilty, call = group.rank() == step.rank, attempt(step.call, group)
         if step.kind == "pause":
             if guilty:
@@ -257,7 +257,7 @@ class Performer:
         return calls_in_turn([*calls, partial(self._probe, step, group)])
 
     def _probe(self, step: Step, group: ProcessGroup) -> str:
-        # Whoever has gone is heard of at once; who is only slow is waited for.
+        # A lost peer is noticed at once; a slow peer is waited for.
         fusedtp.set_timeout(LONG_SECONDS, group)
         return attempt(probe(step.call.seed, group.size()), group)()
 
@@ -265,7 +265,7 @@ class Performer:
         return [int(self._store.get(f"{self._name}/pid/{rank}")) for rank in range(self._world.size())]
 
     def tell_pid(self) -> None:
-        """Before the first step: for who stops the whole job."""
+        """Store this process's id, for the rank that stops all ranks."""
         self._store.set(f"{self._name}/pid/{self._rank}", str(os.getpid()))
 
     def _told(self, step: Step, group: ProcessGroup, mine: list[str]) -> list[list[str]]:
@@ -284,7 +284,7 @@ def _mode(mode: str) -> Iterator[None]:
 
 
 def call_right(call: Call, group: ProcessGroup, mode: str = "grad") -> None:
-    """Make it and check it."""
+    """Make the call and check it."""
     with _mode(mode if mode == "made in inference" else "grad"):
         operands = Operands(call, group.rank())
     with _mode(mode):
@@ -293,7 +293,7 @@ def call_right(call: Call, group: ProcessGroup, mode: str = "grad") -> None:
 
 
 def attempt(call: Call, group: ProcessGroup, late_seconds: float = 0.0) -> Callable[[], str]:
-    """The call with its operands at hand; it returns what came of it: "right", "wrong: ..." or what it was told."""
+    """Prepare the operands and return a call that returns "right", "wrong: ..." or the error's kind."""
     operands = Operands(call, group.rank())
 
     def made() -> str:
@@ -312,7 +312,7 @@ def attempt(call: Call, group: ProcessGroup, late_seconds: float = 0.0) -> Calla
 
 
 def calls_in_turn(calls: Sequence[Callable[[], str]]) -> list[str]:
-    """Until one is not right."""
+    """Make calls until one is not right, and return the outcomes."""
     came: list[str] = []
     for call in calls:
         came.append(call())
@@ -322,7 +322,7 @@ def calls_in_turn(calls: Sequence[Callable[[], str]]) -> list[str]:
 
 
 def wrong(step: Step, everyone: Sequence[Sequence[str]]) -> str:
-    """What is not as it must be in what the ranks of a group have seen, or nothing."""
+    """Return what is wrong in the outcomes of a group's ranks, or ""."""
     if any(each.startswith("wrong") for came in everyone for each in came):
         return "a wrong number"
     if step.kind == "differs" and any(came[0] == "right" for came in everyone):
@@ -341,7 +341,7 @@ def perform(
     slow: bool,
     steady: bool = False,
 ) -> Counter[str]:
-    """Programs `first` to `first + count - 1` on this rank. How many steps came out how."""
+    """Perform programs `first` to `first + count - 1` on this rank and return the number of steps by outcome."""
     counts: Counter[str] = Counter()
     for number in range(first, first + count):
         steps = program(seed, number, world.size(), weights=weights, slow=slow, steady=steady)

@@ -1,9 +1,9 @@
-"""Programs drawn at random, as a test of every promise at once: what the ranks of a job do, step by step.
+"""Random programs, which test every promise at once: the steps of all ranks of a job.
 
-A program is a list of steps, which a seed and a number alone decide, so every rank draws the same one. Mostly a step is
-a call on one of several groups, by any schedule, at any sizes, trained or evaluated; now and then memory is given back,
-a group is destroyed by torch alone or a budget is set in another thread, a backward pass comes later, and now and then
-something goes wrong on one rank. `performing` has what ranks do of it, and what must come of it.
+A program is a list of steps that a seed and a number alone decide, so every rank draws the same program. Most steps are
+calls on one of several groups, by any schedule, at any sizes, with or without gradients. Other steps give memory back,
+destroy a group by torch alone, set timeouts in another thread, or run a backward pass later. In some steps one rank
+goes wrong. `performing` runs programs and checks their outcome.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .mixed import DTYPES, MATMULS, WEIGHTS, Call, draw
 
 STEPS = 40
 
-# By the number of ranks: the groups of a program, those of one line made and used as of a mesh's axis. The first is
-# torch's own, which no program destroys.
+# The groups of a program, by number of ranks. Groups of one line are made and used like those of a mesh axis. The first
+# is torch's own group, which no program destroys.
 AXES: dict[int, tuple[tuple[tuple[int, ...], ...], ...]] = {
     2: (((0, 1),), ((0, 1),), ((0,), (1,))),
     3: (((0, 1, 2),), ((0, 1, 2),), ((0, 1),), ((1, 2),)),
@@ -30,7 +30,7 @@ MODES = ("grad", "grad", "no_grad", "inference", "made in inference")
 
 @dataclass(frozen=True)
 class Step:
-    """What the groups of an axis do. `rank` of each goes wrong, `where` in it: a line, seconds, or a limit."""
+    """One step of an axis's groups. Rank `rank` of each group goes wrong at `where`: a line, seconds, or a limit."""
 
     kind: str
     axis: int
@@ -38,15 +38,15 @@ class Step:
     mode: str = "grad"
     rank: int = 0
     where: float = 0.0
-    # Of the rank that disagrees.
+    # The call of the rank that disagrees.
     other: Call | None = None
-    # The workspace is given back first, so the call makes it.
+    # Give the workspace back first, so that the call makes it.
     fresh: bool = False
 
 
 @dataclass(frozen=True)
 class _Drawing:
-    # What the drawing of a step goes by: an axis, and the number of ranks of its groups.
+    # Inputs for drawing a step: the axis, and the number of ranks of its groups.
     source: random.Random
     axis: int
     world_size: int
@@ -54,18 +54,18 @@ class _Drawing:
 
 
 def _quiet(source: random.Random, world_size: int) -> Call:
-    # A call that every rank has a part in, whatever it is.
+    # A simple call in which every rank has a part.
     sizes = tuple(even_sizes(world_size * source.randint(1, 4), world_size) for _ in range(3))
     return Call("all_gather", "decomposed", "auto", "float32", 0, sizes, False, False, source.getrandbits(31))  # type: ignore[arg-type]
 
 
 def probe(number: int, world_size: int) -> Call:
-    """The call that a rank makes to hear what became of the last one."""
+    """Return the call that a rank makes to learn the outcome of the last call."""
     return _quiet(random.Random(number), world_size)
 
 
 def grows(source: random.Random, world_size: int) -> Call:
-    """A call for which a workspace that has just been made is too small, and one that has grown perhaps."""
+    """Return a call that a new workspace is too small for, and perhaps a grown one too."""
     rows, columns = source.randint(120, 500), source.randint(150, 600)
     sizes = (even_sizes(rows, world_size), even_sizes(columns, world_size), even_sizes(8, world_size))
     return replace(_quiet(source, world_size), op=source.choice(("all_gather", "all_reduce")), sizes=sizes)
@@ -77,7 +77,7 @@ def _call(d: _Drawing) -> Step:
 
 
 def _kept(d: _Drawing) -> Step:
-    # Its backward pass comes later.
+    # The backward pass comes later.
     return Step("kept", d.axis, replace(draw(d.source, d.world_size, d.weights), backward=True))
 
 
@@ -90,7 +90,7 @@ def _plain(kind: str) -> Callable[[_Drawing], Step]:
 
 
 def _driven(d: _Drawing, *, fused: float = 0.0) -> Call:
-    # A call that shares memory, and in which something goes wrong; a third of them have it grow.
+    # A call over shared memory, in which something will go wrong; a third of these calls grow the workspace.
     if d.source.random() < 0.3:
         return grows(d.source, d.world_size)
     return draw(d.source, d.world_size, {"decomposed": 1.0, "fused": fused})
@@ -108,12 +108,12 @@ def _struck(kind: str, where: Callable[[random.Random], float]) -> Callable[[_Dr
 
 
 def _other(source: random.Random, call: Call) -> Call:
-    # What one rank takes the call for.
+    # The call that one rank makes instead.
     what = source.choice(("dtype", "op", "sizes", "schedule"))
     if what == "dtype":
         return replace(call, dtype=source.choice([each for each in DTYPES["fused"] if each != call.dtype]))
     if what == "op":
-        # Which ops are told apart by name, not by what is gathered.
+        # Only these ops: they differ by name even if they gather the same.
         op = source.choice([each for each in ("all_gather", "all_reduce", "linear_all_reduce") if each != call.op])
         return replace(call, op=op, algorithm="auto", dim=0, bias=call.bias and op in MATMULS)
     if what == "schedule" and call.dtype in DTYPES["fused"]:
@@ -129,7 +129,7 @@ def _differs(d: _Drawing) -> Step:
     return Step("differs", d.axis, call, rank=rank, other=other, fresh=d.source.random() < 0.2)
 
 
-# How often each kind is drawn, and how. Below the first line something goes wrong, which takes two ranks.
+# The weight of each kind, and how it is drawn. In WRONG something goes wrong, which takes two ranks.
 STEADY: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {
     "call": (70.0, _call),
     "kept": (5.0, _kept),
@@ -146,7 +146,7 @@ WRONG: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {
     "late": (1.0, _struck("late", lambda source: source.choice((0.05, 0.15, 0.3, 0.6)))),
     "limit": (1.0, _struck("limit", lambda source: source.choice((0, 1)))),
 }
-# A whole job stopped for longer than a budget takes as long.
+# A pause stops all ranks for longer than a timeout, so it takes that long.
 SLOW: dict[str, tuple[float, Callable[[_Drawing], Step]]] = {"pause": (0.1, _struck("pause", lambda source: 0.0))}
 
 
@@ -159,7 +159,7 @@ def program(
     slow: bool = False,
     steady: bool = False,
 ) -> list[Step]:
-    """Program `number` of a seed. weights: of the schedules; slow: whole-job pauses too; steady: nothing goes wrong."""
+    """Return program `number` of a seed. weights: of schedules; slow: also pause all ranks; steady: no rank fails."""
     source, steps = random.Random(f"{seed}/{number}"), []
     for _ in range(STEPS):
         axis = source.randrange(len(AXES[world_size]))

@@ -1,16 +1,15 @@
-"""Thousands of mixed calls on end: every result right, memory and descriptors flat, epochs past their wrap-around.
+"""Run thousands of mixed calls: every result right, memory and descriptors flat, epochs past their wrap-around.
 
     nox -s soak -- --calls 10000 --seed 7
 
 Ranks make the same calls, which a seed and a number decide (`mixed`), each after a delay of its own, and check every
-result. Nothing is set up anew on the way: one workspace serves the whole run, and its epoch wraps in the middle of it.
-A wrong result, an error or a rank that does not answer ends the run with the call's number and the command that
-begins again shortly before it.
+result. One workspace serves the whole run, and its epoch wraps in the middle. A wrong result, an error or a rank that
+does not answer ends the run. The error has the call's number and a command that begins again shortly before the call.
 
     nox -s soak -- --programs --calls 100000 --seed 7
 
-With `--programs` the calls are those of random programs (`programs`), in which now and then something goes wrong on a
-rank: every number is right, or every rank of the group is told. What came of the steps is counted by kind.
+With `--programs` the calls are those of random programs (`programs`), in which something goes wrong on a rank now and
+then: every number is right, or every rank of the group is told. Steps are counted by kind and outcome.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .endurance import WAIT_SECONDS, Sample, make_calls
 from .performing import perform
 from .programs import STEPS
 
-# Samples of memory and descriptors in a run.
+# Number of samples of memory and descriptors in a run.
 SAMPLES = 40
-# Calls before a failed one that are made again in a replay: the failure may need what went before.
+# Number of calls repeated before a failed call in a replay: the failure may need them.
 BEFORE = 20
-# Of the schedules, in programs.
+# Weights of the schedules in programs.
 WEIGHTS = {"decomposed": 40.0, "unfused": 8.0, "fused": 0.5}
-# Programs between two words about them, and seconds that one may take on a busy machine.
+# Programs between two progress messages, and the seconds that one program may take on a busy machine.
 PROGRAMS, PROGRAM_SECONDS = 10, 120.0
 
 
@@ -45,14 +44,14 @@ def soak(
     world_size: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> list[list[Sample]]:
-    """Each rank's samples, after `calls` calls. Raises RankError, with how to replay, where one fails.
+    """Make `calls` calls and return each rank's samples. A failure raises RankError with a command for a replay.
 
-    num_shapes: after how many calls they come again with other values; by default after a quarter of them.
+    num_shapes: number of calls after which shapes repeat with other values; by default a quarter of the calls.
     """
     num_shapes = max(1, calls // 4) if num_shapes is None else num_shapes
     world_size = pool.world_size if world_size is None else world_size
     by_rank: list[list[Sample]] = [[] for _ in range(world_size)]
-    # Two calls of three take an epoch or more, so the wrap comes in the first half.
+    # Two of three calls take an epoch or more, so epochs wrap in the first half.
     epoch, step, started = 2**31 - 1 - calls // 4, max(1, calls // SAMPLES), time.monotonic()
     for begin in range(first, first + calls, step):
         count = min(step, first + calls - begin)
@@ -91,7 +90,7 @@ def run_programs(
     steady: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Counter[str]:
-    """How many steps of `calls` came out how, on all ranks. Raises RankError, with how to replay, where one fails."""
+    """Run programs of `calls` steps and count outcomes on all ranks. RankErrors have a command for a replay."""
     world_size = pool.world_size if world_size is None else world_size
     counts: Counter[str] = Counter()
     last = first - (-calls // STEPS)

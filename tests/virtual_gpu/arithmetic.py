@@ -1,4 +1,4 @@
-"""Arithmetic, comparisons, conversions and moves of PTX: which operation of the machine, of operands of which kinds."""
+"""Arithmetic, comparisons, conversions and moves of PTX: the machine's operation and the kinds of its operands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from .ptx import CannotExecute, Statement, vector
 
-# What does not follow from the name: the operation, and the kinds of its result and operands.
+# Opcodes whose operation does not follow from the name: the operation, and the kinds of its result and operands.
 _BY_NAME = {
     "cvt.f32.bf16": ("cvt_f32_bf16", "ww"), "cvt.rn.bf16.f32": ("cvt_bf16_f32", "ww"),
     "cvt.rn.bf16x2.f32": ("cvt_bf16x2_f32", "www"), "cvt.f32.f16": ("cvt_f32_f16", "ww"),
@@ -14,7 +14,7 @@ _BY_NAME = {
     "cvt.rn.satfinite.e4m3x2.f32": ("cvt_e4m3x2_f32", "www"), "cvt.rn.satfinite.e5m2x2.f32": ("cvt_e5m2x2_f32", "www"),
     "cvt.rn.f16x2.e4m3x2": ("cvt_f16x2_e4m3x2", "ww"), "cvt.rn.f16x2.e5m2x2": ("cvt_f16x2_e5m2x2", "ww"),
     "cvt.bf16.f16": ("cvt_bf16_f16", "ww"), "cvt.rn.bf16.f16": ("cvt_rn_bf16_f16", "ww"),
-    # Both are approximate there.
+    # Both are approximate in PTX.
     "div.full.f32": ("div_f32", "www"), "ex2.approx.f32": ("ex2_f32", "ww"),
     "cvt.s16.s8": ("sext8_16", "ww"), "cvt.s32.s8": ("sext8_32", "ww"), "cvt.s32.s16": ("sext16_32", "ww"),
     "cvt.u16.u32": ("low16", "ww"), "cvt.u32.u16": ("mov_32", "ww"), "cvt.u32.u64": ("low32", "wd"),
@@ -31,7 +31,7 @@ _FLOATS = ("f32", "bf16", "f16", "bf16x2", "f16x2")
 
 
 def arithmetic(s: Statement) -> tuple[str, str, list[str], int]:
-    """(operation, kinds, operands, bits of an immediate)."""
+    """Return (operation, kinds, operands, bits of an immediate)."""
     if s.opcode in _BY_NAME:
         op, kinds = _BY_NAME[s.opcode]
         return op, kinds, list(s.operands), 32

@@ -1,7 +1,7 @@
-"""Build the stubs for the torch and Triton of this Python: `python build.py` prints the environment of a process that
-is to see them, one NAME=value a line.
+"""Build the stubs for the torch and Triton of this Python: `python build.py` prints the environment for a process that
+uses the stubs, one NAME=value a line.
 
-libcuda and NVML for every build of torch; libcudart and NCCL for a CUDA build, by its own CUDA headers.
+Every build of torch gets libcuda and NVML; a CUDA build also gets libcudart and NCCL, from its own CUDA headers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _named(name: str) -> str:
 
 
 def libcuda() -> Path:
-    """The stub of the driver, which is all that Triton needs."""
+    """Build the stub of the driver, which is all that Triton needs."""
     triton = _place("triton")
     assert triton is not None
     flags = (*_FLAGS, _named("libcuda.so.1"), f"-I{triton / 'backends/nvidia/include'}")
@@ -47,8 +47,8 @@ def _symbols(*arguments: str) -> set[str]:
 
 
 def _whole(name: str, source: Path, torch: Path, mark: str, error: int, flags: tuple[str, ...] = ()) -> Path:
-    """A library that torch's own libraries are linked to. Functions of it that they take, whose names as nm prints them
-    match `mark`, and that the source does not define, return an error.
+    """Build a library that torch's own libraries link to. Functions that torch uses, whose names in nm's output match
+    `mark`, return an error if the source does not define them.
     """
     taken = (each for path in torch.glob("lib/lib*.so") for each in _symbols("-D", "--undefined-only", str(path)))
     wanted = sorted({each.split("@")[0] for each in taken if re.fullmatch(mark, each)})
@@ -61,7 +61,7 @@ def _whole(name: str, source: Path, torch: Path, mark: str, error: int, flags: t
 
 
 def libcudart(torch: Path) -> Path:
-    """The stub of the runtime."""
+    """Build the stub of the runtime."""
     nvidia, triton = _place("nvidia"), _place("triton")
     assert nvidia is not None
     name, version = "libcudart.so.13", compiler.folder() / "cudart.map"
@@ -73,13 +73,13 @@ def libcudart(torch: Path) -> Path:
 
 
 def libnccl(torch: Path) -> Path:
-    """The stub of NCCL."""
+    """Build the stub of NCCL."""
     invalid_usage = 5
     return _whole("libnccl.so.2", STUB / "libnccl.c", torch, r"nccl[A-Z]\w+", invalid_usage, ("-lrt",))
 
 
 def environment() -> dict[str, str]:
-    """What a process needs to see the stubs."""
+    """Return the environment of a process that uses the stubs."""
     torch = _place("torch")
     assert torch is not None
     nvml = compiler.library("libnvidia-ml.so.1", (STUB / "libnvml.c",), (*_FLAGS, _named("libnvidia-ml.so.1")))
@@ -90,10 +90,10 @@ def environment() -> dict[str, str]:
     site = Path(__file__).parent / "site"
     return {
         "LD_PRELOAD": ":".join(map(str, preload)),
-        # By their bare names torch and Triton open libcuda.so.1 and libnvidia-ml.so.1.
+        # torch and Triton open libcuda.so.1 and libnvidia-ml.so.1 by name.
         "LD_LIBRARY_PATH": ":".join([*(str(path.parent) for path in paths), os.environ.get("LD_LIBRARY_PATH", "")]),
         "TRITON_LIBCUDA_PATH": str(paths[0].parent),
-        # Its images are PTX, which must not be found in place of a GPU's, nor a GPU's here.
+        # This cache holds PTX images, which must not mix with a GPU's.
         "TRITON_CACHE_DIR": str(compiler.folder() / "triton"),
         "TRITON_INTERPRET": "0",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))),

@@ -1,6 +1,6 @@
-"""The fused ops on virtual ranks: what each is, on which operands, and what must come out.
+"""The fused ops on virtual ranks: ops, operands, and expected results.
 
-Every rank's kernels wait on its own stream; all of them run together, several epochs one behind the other.
+Every rank's kernels wait on its own stream; all of them run together, several epochs in a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Of operands with scales, which are multiplied on sm_90.
+# dtypes of operands with scales, which sm_90 multiplies.
 FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "mxfp8": float8.MXFP8}
 MATMULS = (
     "gather rows", "gather rows joined", "gather rows split", "gather rows transposed", "gather rows own pushed",
@@ -41,7 +41,7 @@ MATMULS = (
 COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", "reduce_scatter ring",
                "all_reduce one_shot", "all_reduce two_shot", "all_reduce ring")  # fmt: skip
 OPS = MATMULS + COLLECTIVES
-# Where the switch adds, or sends to all at once, on sm_90.
+# Ops in which the switch adds, or multicasts, on sm_90.
 IN_SWITCH = (
     "matmul two_shot switch", "matmul two_shot switch in parts", "matmul two_shot switch split",
     "all_reduce two_shot switch", "gather rows at once", "gather contraction at once", "all_gather direct at once",
@@ -49,13 +49,13 @@ IN_SWITCH = (
 
 
 def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
-    """The op `name` on random operands."""
+    """Return the op `name` on random operands."""
     if dtype in FLOAT8.values():
         return float8.problem(name, world_size, dtype, seed, shape, by)
     random = torch.Generator().manual_seed(seed)
     M, N, K = shape.M, shape.N, shape.K
     if name.endswith("in parts"):
-        # Of few tiles, each with several parts of the contraction.
+        # Few tiles, each with several parts of the contraction.
         M, N, K = min(M, 40), min(N, 528), 8 * K
 
     def normal(*size: int) -> Tensor:
@@ -84,7 +84,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         mine = [laid_out(x, "columns") for x in shards_m] if how == "rows own pushed" else shards_m
         turned, split_off, keep = how.endswith("transposed"), how.endswith("split"), how.endswith("and keep")
         if turned:
-            # The transposed problem's bias has an element a row.
+            # The bias of the transposed problem has one element for each row.
             along = normal(M) if shape.bias else None
             ref = a.double() @ b.double() + (0 if along is None else along.double()[:, None])
             allowed = allowed + 2 * torch.finfo(dtype).eps * ref.abs()
@@ -143,7 +143,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
 
 
 def joined(*what: Any, **options: Any) -> Phases:
-    """The same with tiles of rows of several ranks."""
+    """Return the launches with tiles that join rows of several ranks."""
     phases = launches_of(*what, **options)
     with mock.patch.object(producer, "joined_rows", return_value=1 << 30):
         first = next(phases)
@@ -152,9 +152,9 @@ def joined(*what: Any, **options: Any) -> Phases:
 
 
 def in_parts(*what: Any, **options: Any) -> Phases:
-    """The same with many programs for few tiles."""
+    """Return the launches with many programs for few tiles."""
     phases = launches_of(*what, **options)
-    # What there is room for is decided before the first phase ends.
+    # The number of programs is decided before the first phase ends.
     with mock.patch.object(launch, "_num_multiprocessors", return_value=24):
         first = next(phases)
     yield first
@@ -169,7 +169,7 @@ def _collective(
     parts = [normal(M, cols) for _ in range(world_size)]
     total, allowed = reference.total(parts), reference.total_bound(parts, dtype)
     if how == "ring":
-        # It sends its running sum, rounded at every hop.
+        # A ring sends its running sum, rounded at every hop.
         allowed = reference.total_bound(parts, dtype, sum_dtype=dtype)
     if kind == "all_gather":
         whole = parts[0].double()
@@ -194,7 +194,7 @@ def virtual_ranks(
     world_size: int, *, epoch: int = 0, seconds: float = 1e6, half_bytes: int = 1 << 21, slots: int = 256,
     programs: int = 2, clock_ms: int = 0,
 ) -> Iterator[list[Workspace]]:  # fmt: skip
-    """A workspace a virtual rank, with arenas full of NaN, and a clock that only the machine advances."""
+    """Make one workspace for each virtual rank, with arenas full of NaN, and a clock that only the machine advances."""
     ranks = [Workspace(memory, CPU, epoch=epoch, seconds=seconds) for memory in local_memories(world_size, CPU)]
     try:
         for ws in ranks:
@@ -205,12 +205,12 @@ def virtual_ranks(
         for ws in ranks:
             ws.data.fill_(0xFF)
             ws.peers[-1] = WINDOW
-        # What is gathered and then multiplied by the library is taken as it is: the machine runs kernels alone.
+        # The library would multiply gathered rows; they are returned as they are, as the machine runs kernels only.
         with (
             mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
             mock.patch.object(producer, "joined_rows", return_value=0),
-            # Of two tiles, not always the one with which so few programs end earlier.
+            # Do not always take the tile that suits so few programs.
             mock.patch.object(launch, "shape_class", lambda rows, cols, **_: shape_class(rows, cols)),
         ):
             yield ranks
@@ -220,21 +220,21 @@ def virtual_ranks(
 
 
 def issue(driver: EmulatedDriver, ranks: Sequence[Workspace], phases: Sequence[Phases]) -> list[Tensor]:
-    """Every rank's launches onto its stream, one after another: nothing runs yet."""
+    """Launch every rank's kernels onto its stream, one rank after another, without running them."""
     for each in phases:
         next(each)
     return [finish(driver, ws, each) for ws, each in zip(ranks, phases, strict=True)]
 
 
 def finish(driver: EmulatedDriver, ws: Workspace, phases: Phases) -> Tensor:
-    """What is left of a rank's launches."""
+    """Make the remaining launches of a rank."""
     with driver.on(ws.rank):
         return finish_phases(phases)
 
 
 def programs_of(schedule: Schedule) -> int:
-    """How many programs multiply: few have many tiles each, and with many, that of rank 1 have others' rows as soon as
-    their second.
+    """Return the number of multiplying programs: few have many tiles each; with many, rank 1's programs have rows of
+    other ranks from their second tile on.
     """
     return (2, 7, 3)[schedule.seed // 3 % 3]
 
@@ -243,15 +243,15 @@ def run(
     driver: EmulatedDriver, names: Sequence[str], world_size: int, dtype: torch.dtype, shape: Shape,
     schedule: Schedule, *, programs: int = 2, epoch: int = 0,
 ) -> Ran:  # fmt: skip
-    """The ops `names`, one an epoch, all ranks and epochs under way together; each checked on each rank."""
+    """Run the ops `names`, one an epoch, all ranks and epochs at the same time, and check each result on each rank."""
     seed = schedule.seed
-    # So late that the clock passes its wrap.
+    # The clock starts just before its wrap.
     with virtual_ranks(world_size, programs=programs, epoch=epoch, clock_ms=2**31 - 1 - seed % 64) as ranks:
         issued = []
         for i, name in enumerate(names):
             start, expected, allowed = problem(name, world_size, dtype, 97 * seed + i, shape)
             outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
-            # Arenas that have grown have no address of all ranks.
+            # Arenas that have grown have no multicast address.
             assert name not in IN_SWITCH or all(int(ws.peers[-1]) == WINDOW for ws in ranks), "half_bytes is too little"
             issued.append((name, outs, expected, allowed))
         ran = driver.run(ranks, schedule)
@@ -269,7 +269,7 @@ def run(
 def run_in_phases(
     driver: EmulatedDriver, ranks: Sequence[Workspace], start: Callable[[Workspace, int], Phases], schedule: Schedule
 ) -> tuple[list[Tensor | None], Ran]:
-    """Each kernel runs to its end when it is launched. Per rank its result, or None where its host gave up."""
+    """Run each kernel to its end at its launch, and return each rank's result, or None if its host gave up."""
     ran: list[Ran] = []
 
     def on_its_rank(ws: Workspace) -> Phases:
@@ -293,14 +293,14 @@ def run_in_phases(
 
 
 def total(ran: Sequence[Ran]) -> Ran:
-    """Several runs as one."""
+    """Add up several runs."""
     return Ran(*(sum(values) for values in zip(*((r.executed, r.stale, r.late) for r in ran), strict=True)))
 
 
 def in_phases(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: str
 ) -> Ran:
-    """The op with rows that the host copies."""
+    """Run the op with rows that the host copies."""
     with virtual_ranks(world_size, programs=programs_of(schedule)) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape, by)
         outs, ran = run_in_phases(driver, ranks, start, schedule)
@@ -312,9 +312,9 @@ def in_phases(
 
 
 def small(target: int, dtype: torch.dtype, how: str = "uneven") -> Shape:
-    """A problem of few tiles, the last of them parts of tiles, and two or three steps of k.
+    """Return a problem of few tiles, the last of them partial, and two or three steps of k.
 
-    With "uneven" shards every length is a multiple of 16, as most are; with "empty" ones hardly any.
+    With "uneven" shards every length is a multiple of 16, as is usual; with "empty" shards hardly any is.
     """
     if dtype == torch.float32:
         return Shape(96, 80, 80, how) if how == "uneven" else Shape(88, 72, 72, how)

@@ -1,4 +1,4 @@
-"""C sources of this folder, compiled at first use by the C compiler at hand, or by that of the `ziglang` package."""
+"""C sources of this folder, compiled at first use by an installed C compiler, or by that of the `ziglang` package."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CORE = Path(__file__).parent / "core"
-# The compiler of the test dependencies, for where the machine has none.
+# The compiler from the test dependencies, for machines without one.
 PACKAGED = (sys.executable, "-m", "ziglang", "cc")
-# No contraction: a product and a sum that PTX rounds twice are rounded twice.
+# No floating-point contraction: where PTX rounds product and sum, both are rounded.
 _CORE_FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-sanitize=undefined", "-lm")
 
 
 def command() -> list[str]:
-    """The C compiler at hand. Raises RuntimeError where there is none."""
+    """Return the command of an installed C compiler. Raises RuntimeError if there is none."""
     for name in ("cc", "gcc", "clang"):
         if path := shutil.which(name):
             return [path]
@@ -32,7 +32,7 @@ def command() -> list[str]:
 
 
 def folder() -> Path:
-    """The folder for what is compiled, this user's alone: nobody else may put a library there, as it is loaded."""
+    """Return the folder for compiled libraries. Only this user may write to it, as the libraries are loaded."""
     found = Path(tempfile.gettempdir()) / f"fusedtp-virtual-gpu-{os.getuid()}"
     found.mkdir(mode=0o700, exist_ok=True)
     state = found.stat()
@@ -42,7 +42,7 @@ def folder() -> Path:
 
 
 def _processor() -> str:
-    # What is compiled for this processor may not run on another that shares the folder.
+    # -march=native code may not run on another processor that shares the folder.
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -54,8 +54,8 @@ def _processor() -> str:
 def library(
     name: str, sources: tuple[Path, ...], flags: tuple[str, ...], read: tuple[Path, ...] = (), using: Sequence[str] = ()
 ) -> Path:
-    """A shared library `name` in a folder named by the content of its sources, its flags, the compiler and the
-    processor. read: further files that the sources include.
+    """Compile a shared library `name`, in a folder named by the content of its sources, flags, compiler and processor.
+    read: further files that the sources include.
     """
     using = list(using or command())
     version = subprocess.run([*using, "--version"], capture_output=True, check=True).stdout
@@ -63,7 +63,7 @@ def library(
     content = b"".join([*parts, version, " ".join([name, *using, *flags]).encode(), _processor().encode()])
     path = folder() / hashlib.sha256(content).hexdigest()[:24] / name
     if not path.exists():
-        # Compiled beside and renamed: several processes may come at once.
+        # Compile elsewhere and rename: several processes may do the same at once.
         path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as beside:
             made = Path(beside) / name
@@ -73,5 +73,5 @@ def library(
 
 
 def shared_object(using: Sequence[str] = ()) -> Path:
-    """The core of the machine that executes PTX."""
+    """Compile the core of the machine that executes PTX."""
     return library("machine.so", (CORE / "machine.c",), _CORE_FLAGS, tuple(sorted(CORE.glob("*.h"))), tuple(using))

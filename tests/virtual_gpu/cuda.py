@@ -1,7 +1,7 @@
-"""Execute what this process launches on the stub of a GPU: each kernel runs to its end in its launch.
+"""Execute this process's launches on the stub of a GPU: each kernel runs to its end in its launch.
 
-For processes under build.py's environment, with a CUDA build of torch: `site/sitecustomize.py` calls `listen`. Memory
-is shared with other processes, so the machine reads what is there and its atomics are the host's.
+For processes in build.py's environment, with a CUDA build of torch: `site/sitecustomize.py` calls `listen`. Other
+processes share the memory, so the machine reads current values and its atomics are the host's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .lower import MAP_BYTES, Program
 from .machine import Machine, Memory, Schedule, Waiting, op_of
 from .stub import MAP, Launch, Stub, libcuda, ptx_is_the_image, tensor_map
 
-# More than a process of the tests has at a time.
+# More pieces than a process of the tests has at a time.
 _MOST_PIECES = 1 << 14
 _lock = threading.Lock()
 _seeds = itertools.count()
@@ -32,14 +32,14 @@ def _program(name: str, ptx: str) -> Program:
 
 
 def _memory() -> list[Memory]:
-    """All that the device and the host have given out: parameters are addresses, and tables have more of them."""
+    """Return all memory that the device and the host have allocated: parameters are addresses, and tables hold more."""
     pieces = np.zeros((_MOST_PIECES, 2), np.uint64)
     count = libcuda().stub_memory(pieces.ctypes.data_as(ctypes.c_void_p), _MOST_PIECES)
     return [Memory(int(begin), int(begin + size), 0) for begin, size in pieces[:count]]
 
 
 def execute(launch: Launch) -> None:
-    """Run a kernel on the machine. Raises `Failed` and `CannotExecute` as that does."""
+    """Run a kernel on the machine. Raises `Failed` and `CannotExecute`."""
     program = _program(launch.name, launch.ptx)
     maps = [made for each in launch.parameters if (made := tensor_map(each)) is not None]
     places = itertools.count(0, MAP.itemsize)
@@ -59,13 +59,13 @@ def execute(launch: Launch) -> None:
         machine.run(Schedule(next(_seeds), residents=8, shared=True, limit=1 << 62))
 
 
-# The nodes of this process's graphs, by their numbers.
+# The nodes of this process's graphs, by number.
 _nodes: list[Callable[[], object]] = []
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
 def put(node: Callable[[], object]) -> bool:
-    """Make a node of the graph that is being captured; False where none is."""
+    """Add a node to the graph under capture; return False without a capture."""
     if not libcuda().stub_is_capturing():
         return False
     _nodes.append(node)
@@ -84,7 +84,7 @@ def _run_node(number: int) -> int:
 
 
 def listen() -> Stub:
-    """Have every kernel of this process executed in its launch, or at each replay of the graph that captures it."""
+    """Execute every kernel of this process in its launch, or at each replay of the graph that captures it."""
     triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
     libcuda().stub_on_node(_run_node)
     return Stub(lambda launch: put(lambda: execute(launch)) or execute(launch))

@@ -1,5 +1,5 @@
-"""A virtual GPU: launchers specialize, compile and launch as on a GPU, through Triton's own driver and launcher; what
-arrives at the stub of libcuda waits on the machine's stream of the rank that is current.
+"""A virtual GPU: launchers specialize, compile and launch through Triton's own driver and launcher. Launches that
+arrive at the stub of libcuda wait on the machine's stream of the current rank.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from .lower import Program
 from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 from .stub import MAP, Launch, Stub, cuda_driver, ptx_is_the_image, tensor_map
 
-# Rule 7 of the kernels: they store to operands of these names only, and to arenas. z is an epilogue's, of products that
-# are kept.
+# Rule 7 of the kernels: they store only to arenas and to operands of these names. z is an epilogue's kept product.
 _STORED = ("c", "out", "more", "z", "sums", "arrivals")
-# Where all arenas are reached at once.
+# The multicast address of all arenas.
 WINDOW = 1 << 56
 
 
@@ -44,22 +43,21 @@ def _extent(x: Tensor) -> int:
 class EmulatedDriver:
     """A device of one compute capability: Triton's own driver and launcher, a stub of libcuda, and the machine.
 
-    Every launch, prepared or not, is held against the arguments that its launcher gives it, then waits on its rank's
-    stream.
+    Every launch, prepared or not, is compared with its launcher's arguments, and then waits on its rank's stream.
     """
 
     def __init__(self, capability: int) -> None:
         self.capability, self.machine, self.rank = capability, Machine(), 0
         self.programs: dict[str, Program] = {}
-        # Kernels are changed by it before they are launched: (name, PTX) -> PTX.
+        # Changes kernels before they are launched: (name, PTX) -> PTX.
         self.rewrite: Callable[[str, str], str] | None = None
-        # Whether a rank launches a kernel of that name: (rank, name) -> bool.
+        # (rank, name) -> bool: decides if a rank launches a kernel of that name.
         self.launches: Callable[[int, str], bool] | None = None
-        # Called behind each launch: where the host goes on with what a kernel has done, it must have run.
+        # Called after each launch, if the host needs the kernel's results at once.
         self.launched: Callable[[], object] | None = None
         self.triton = cuda_driver(capability, lambda device: self.rank)
         self.stub = Stub(self._take)
-        # Of the kernel that is about to be launched: (name, type, value) of each parameter.
+        # (name, type, value) of each parameter of the next launch.
         self._given: list[tuple[str, str, Any]] = []
         self.num_prepared = 0
 
@@ -111,7 +109,7 @@ class EmulatedDriver:
             else:
                 same(name, number(), int(value), int(kind[1:]))
         program.whole = program.whole or all(tensors)
-        # Scratch memory, of which these kernels have none.
+        # Scratch memory, which these kernels do not use.
         assert [number(), number()] == [0, 0]
         assert next(parameters, None) is None, (launch.name, self._given, program.source.params)
         assert launch.grid[1:] == (1, 1)
@@ -126,7 +124,7 @@ class EmulatedDriver:
             self.launched()
 
     def program(self, name: str, text: str) -> Program:
-        """A kernel's PTX, read once."""
+        """Parse a kernel's PTX, once for each text."""
         if self.rewrite:
             text = self.rewrite(name, text)
         if text not in self.programs:
@@ -135,7 +133,7 @@ class EmulatedDriver:
 
     @contextlib.contextmanager
     def on(self, rank: int) -> Iterator[None]:
-        """What is launched inside waits on that rank's stream."""
+        """Launch onto that rank's stream inside."""
         before, self.rank = self.rank, rank
         try:
             yield
@@ -143,7 +141,7 @@ class EmulatedDriver:
             self.rank = before
 
     def run(self, ranks: Sequence[Workspace], schedule: Schedule) -> Ran:
-        """Execute all that has been launched on virtual ranks, with their arenas and clocks."""
+        """Execute all launches of virtual ranks, with their arenas and clocks."""
         machine = self.machine
         arenas = {ws.rank: ws._arena.tensors[ws.rank] for ws in ranks if ws._arena is not None}
         machine.arenas = [Memory(x.data_ptr(), x.data_ptr() + x.numel(), rank) for rank, x in arenas.items()]
@@ -155,7 +153,7 @@ class EmulatedDriver:
 
 
 def _leaves(names: Sequence[str], kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    # A field z is stored to wherever it is; all other fields are named by the kernel's argument.
+    # A field z is stored to in any argument; other fields have the name of the kernel's argument.
     for name, kind, value in zip(names, kinds, values, strict=True):
         if isinstance(kind, tuple):
             fields = getattr(value, "_fields", ())
@@ -166,7 +164,7 @@ def _leaves(names: Sequence[str], kinds: Sequence[Any], values: Sequence[Any]) -
 
 
 def check_map(name: str, made: Any, described: Any) -> None:
-    """AssertionError unless a tensor map is that of a descriptor."""
+    """Assert that a tensor map equals its descriptor."""
     n, size = int(made["ndim"]), described.base.element_size()
     expected = (
         described.base.data_ptr(),
@@ -192,7 +190,7 @@ KERNELS = [
 
 @contextlib.contextmanager
 def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
-    """Triton compiles for sm_80 or sm_90 and launches on a machine of its own; torch says that the device is one."""
+    """Let Triton compile for sm_80 or sm_90 and launch on a new machine, with torch reporting such a device."""
     assert not kernels.INTERPRETED, "Triton's interpreter was chosen for this process"
     properties = SimpleNamespace(multi_processor_count=programs)
     made = EmulatedDriver(capability)
@@ -202,9 +200,9 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         announced(made),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(capability, 10)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        # A torch without CUDA cannot say.
+        # A torch without CUDA cannot answer.
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-        # The tensors are a CPU's, which otherwise runs fused in the interpreter alone.
+        # The tensors are on a CPU, where fused otherwise needs the interpreter.
         mock.patch.object(dispatch, "_is_interpreted", return_value=True),
     ):
         try:
@@ -214,13 +212,13 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
             launch._num_multiprocessors.cache_clear()
             yield made
         except BaseException as error:
-            # Triton says no more than that a launch has failed.
+            # Triton only reports that a launch has failed.
             if made.stub.failure is not None and made.stub.failure is not error:
                 raise made.stub.failure from error
             raise
         finally:
             runtime.add_stages_inspection_hook = stages
-            # Triton 3.8 and later ask a driver when kernels are unloaded, at the end of the process too.
+            # Triton 3.8 and later call the driver when kernels are unloaded, also at the end of the process.
             config._active = known or made.triton
             launch._target.cache_clear()
             launch._num_multiprocessors.cache_clear()
@@ -228,7 +226,7 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
 
 @contextlib.contextmanager
 def announced(made: EmulatedDriver) -> Iterator[None]:
-    """Announce every launch; a prepared one is announced with what its launcher, called again, gives Triton."""
+    """Announce every launch; for a prepared launch call its launcher again, and announce the launcher's arguments."""
     described, params_of, start = prepared._described, prepared.PreparedLaunch.params, loading._start
     calls: list[Callable[[], object]] = []
 
@@ -252,7 +250,7 @@ def announced(made: EmulatedDriver) -> Iterator[None]:
         with mock.patch.object(loading, "_start", compare):
             calls[0]()
         found = params_of(known, operands, fingerprint)
-        # Each call has scratch memory of its own.
+        # Each call has its own scratch memory.
         made._given = [
             (name, kind, new if name == "sums" else old)
             for (name, kind, old), new in zip(made._given, found, strict=True)

@@ -1,4 +1,4 @@
-"""What is executed: units of work for several processes, what each of them has executed, and which mutants it found."""
+"""Units of work for several processes: the instructions that each executes, and the mutants that it finds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .shapes import Shape
 
 TARGETS = (80, 90)
 SEEDS = 20
-# Ops with a kernel that collects what one before it has waited for.
+# Ops with a kernel that collects rows for which an earlier kernel has waited.
 COLLECTING = ("gather rows and keep", "scatter and gather")
 _WORLDS = (2, 3, 4, 2)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """An op of one dtype on one target; `mutated`: which of its mutants, every `of`-th from `part` on."""
+    """An op of one dtype on one target. `mutated`: run its mutants instead, every `of`-th from `part` on."""
 
     target: int
     dtype: str
@@ -50,7 +50,7 @@ class Unit:
 
 @dataclass
 class Done:
-    """What a unit has executed, by kernel and its PTX: which instructions; what it ran; how each mutant was found."""
+    """Results of a unit: executed instructions by kernel and PTX, counts of its runs, and how each mutant was found."""
 
     unit: Unit
     executed: dict[tuple[str, str], Any]
@@ -65,9 +65,9 @@ class Done:
 
 
 def units(seeds: int = SEEDS) -> list[Unit]:
-    """Every op, dtype and target."""
+    """Return a unit for every op, dtype and target."""
     plain = [Unit(t, dtype, op, seeds) for op in MATMULS + COLLECTIVES for t in TARGETS for dtype in DTYPES]
-    # Only which numbers the bytes are is another thing in e5m2.
+    # e5m2 only changes the values of the bytes.
     first, second, blocks = FLOAT8
     scaled = [(first, op) for op in float8.OPS] + [(second, op) for op in float8.ONE_OF_EACH_KERNEL]
     scaled += [(blocks, op) for op in float8.IN_BLOCKS]
@@ -76,11 +76,11 @@ def units(seeds: int = SEEDS) -> list[Unit]:
 
 
 def layer_units(seeds: int = SEEDS) -> list[Unit]:
-    """Forward and every gradient of each function that layers are made of, dtypes and numbers of ranks in turn."""
+    """Return units for forward and gradients of each function of layers, with dtypes and numbers of ranks in turn."""
     return [Unit(target, "all", name, seeds) for name in layers.FUNCTIONS for target in TARGETS]
 
 
-# Where mutants are planted: together these have every kernel, and on sm_90 every kind of instruction.
+# The ops with mutants: together they have every kernel, and on sm_90 every kind of instruction.
 MUTATED = (
     (80, "bfloat16", "gather rows"), (80, "bfloat16", "scatter rows"), (80, "bfloat16", "all_gather direct"),
     (80, "float16", "all_reduce ring"), (90, "bfloat16", "gather rows"), (90, "float16", "scatter rows"),
@@ -92,12 +92,12 @@ MUTATED = (
 
 
 def mutated_units(seeds: int, parts: int = 4) -> list[Unit]:
-    """The mutants, in parts for several processes."""
+    """Return the mutants' units, in parts for several processes."""
     return [Unit(*each, seeds, True, part, parts) for part in range(parts) for each in MUTATED]
 
 
 def _schedule(seed: int) -> Schedule:
-    # How long stores wait, how many loads see the past, how many CTAs of a rank are there at once.
+    # Vary the delay of stores, the share of stale loads, and the number of resident CTAs.
     return Schedule(
         seed, stale=(0.5, 1.0, 0.8)[seed % 3], drain=(0.05, 0.005, 0.02, 0.3)[seed % 4], tick=0.001,
         residents=(64, 1, 3, 2)[seed % 4],
@@ -114,9 +114,9 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
     dtype = (DTYPES | FLOAT8)[unit.dtype]
     shape, fewer = small(unit.target, dtype), small(unit.target, dtype, "empty")
     for seed in range(unit.seeds):
-        # With three ranks one has nothing, and two have something for each other.
+        # With three ranks one has nothing, and the other two exchange data.
         which, world_size = (fewer, 3) if seed % 5 == 4 else (shape, _WORLDS[seed % len(_WORLDS)])
-        # Every third run has two epochs one behind the other, every seventh passes the wrap of the epoch.
+        # Every third run has two epochs in a row, every seventh passes the wrap of epochs.
         ops = [unit.op] * (1 + (seed % 3 == 0))
         epoch = 2**31 - 2 if seed % 7 == 6 else 0
         programs = (2, 1, 3)[seed // 3 % 3]
@@ -124,7 +124,7 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
             done,
             run(driver, ops, world_size, dtype, _deep(which, seed), _schedule(seed), epoch=epoch, programs=programs),
         )
-    # All waits of such an op are in one kernel, which is compiled anew for lengths of another kind.
+    # Such an op has all its waits in one kernel, which is compiled anew for lengths of another kind.
     in_one = unit.op.startswith("matmul ") and not unit.op.endswith("split")
     # More columns than are sent at once; few columns; few rows, in pieces of a tile; long rows of odd lengths.
     others = replace(shape, N=528, K=80), replace(shape, N=96), replace(shape, M=48), replace(fewer, N=520, K=536)
@@ -143,7 +143,8 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                         _give_up(done, driver, world_size, _deep(other, depth), given_up)
         copied = unit.op in ("gather rows", "gather contraction", "all_gather direct")
         for seed in range(9):
-            # Whoever is missing. With one step of k the waits before a loop over steps are for tiles of many ranks.
+            # Each rank is missing in turn. With one step of k, waits before a loop over steps are for tiles of many
+            # ranks.
             how = _schedule_of_giving_up(seed)
             if unit.op.startswith("gather"):
                 for each in (shape, *others):
@@ -154,7 +155,7 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
                     _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed // 3), _schedule(seed), "copy"))
                 _add(done, giveups.lost(driver, unit.op, 3, dtype, _deep(shape, 1 + seed % 2), how))
     if in_one:
-        # Columns of tiles for every rank, whatever share of the contraction it has.
+        # Columns of tiles for every rank, whatever its share of the contraction.
         wide = [replace(each, N=each.N + 3 * (64 if dtype == torch.float32 else 256)) for each in (shape, fewer)]
         for seed, each in itertools.product(range(18), (shape, fewer, *others) if unit.dtype == "bfloat16" else wide):
             how, world_size = _schedule_of_giving_up(seed), 2 + seed // 3 % 3
@@ -164,13 +165,13 @@ def _execute(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
             _add(done, run(driver, [unit.op], world_size, dtype, deep, _schedule(seed)))
             _give_up(done, driver, world_size, deep, _schedule_of_giving_up(seed))
     if unit.dtype in FLOAT8 and unit.op in ("gather rows", "gather contraction"):
-        # The host lays rows and scales out as they travel.
+        # The host packs rows and scales as they travel.
         for seed in range(3):
             _add(done, in_phases(driver, unit.op, 3, dtype, _deep(shape, seed), _schedule(seed), "copy"))
     # The protocol's code is the same for all dtypes, but compiled for each.
     for seed in range(6 if unit.dtype == "bfloat16" else 3):
         _give_up(done, driver, 3, _deep(fewer, seed), _schedule_of_giving_up(seed))
-    # A kernel that gathers has copies of its waits, for a step of k each.
+    # A kernel that gathers has a copy of its waits for each step of k.
     for seed in range(9) if unit.dtype == "bfloat16" or unit.op.startswith("gather") else (0, 3, 4, 6, 8):
         world_size, how = 2 + seed // 3, _schedule_of_giving_up(seed)
         _give_up(done, driver, world_size, _deep(shape, seed), how)
@@ -185,7 +186,7 @@ def _give_up(done: Done, driver: EmulatedDriver, world_size: int, shape: Shape, 
     _add(done, giveups.missing(*what))
     whole = giveups.disagreeing(*what)
     _add(done, whole)
-    # Amid the op, for longer than the others wait, and for less.
+    # In the middle of the op, for longer than the others wait, and for less.
     for by, tenths in ((3, (5, 7, 9)), (-1, (9, 4, 7))):
         done.runs += 1
         done.gave_up += giveups.late(*what, by, whole.executed * tenths[how.seed % 3] // 10)
@@ -204,9 +205,9 @@ def _differentiate(unit: Unit, driver: EmulatedDriver, done: Done) -> None:
 
 
 def _deep(shape: Shape, seed: int) -> Shape:
-    """With more, less than one, or two steps of k: what a loop begins with may be all that it has."""
+    """Return the shape with more, less than one, or two steps of k: a loop's prologue may be all that runs."""
     odd = shape.K % 16
-    # The last is a multiple of 16 also where the others are not: a rank without any has one, whichever they are.
+    # The last K is a multiple of 16 even for odd shapes: a rank with an empty shard has such a length anyway.
     return replace(shape, K=(shape.K, shape.K // 3 // 16 * 16 + odd, shape.K * 5 // 9 // 16 * 16)[seed % 3])
 
 
@@ -215,7 +216,7 @@ def _schedule_of_giving_up(seed: int) -> Schedule:
 
 
 def work(unit: Unit) -> Done:
-    """All of a unit, in this process."""
+    """Run a whole unit in this process."""
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -243,7 +244,7 @@ def work(unit: Unit) -> Done:
                 key = program.name, hashlib.sha256(code_of(text).encode()).hexdigest()
                 kept = np.ones(len(program.instructions), bool)
                 kept[list(without_contraction(program.source))] = False
-                # Two texts may have one code: what either has executed.
+                # Two texts may have the same code: combine their counts.
                 done.executed[key] = done.executed.get(key, False) | (program.count > 0)[kept]
                 if program.whole:
                     done.whole.add(key)
@@ -252,20 +253,20 @@ def work(unit: Unit) -> Done:
 
 
 def code_of(text: str) -> str:
-    """A kernel's PTX without where its sources lay: Triton's cache gives what a copy elsewhere has made."""
+    """Return a kernel's PTX without the paths of its sources: Triton's cache is shared with copies elsewhere."""
     return re.sub(r"(?m)^\t\.file\t.*\n", "", text.partition("\t.section\t.debug_")[0])
 
 
 def in_processes(every: Sequence[Unit]) -> list[Done]:
-    """All units, as many at once as there are processors."""
+    """Run all units, one for each processor at a time."""
     count = len(os.sched_getaffinity(0))
     with multiprocessing.get_context("fork").Pool(count, maxtasksperchild=40) as pool:
         return list(pool.imap_unordered(work, every, chunksize=1))
 
 
 def shares(done: Iterable[Done], *, whole: bool = True) -> dict[tuple[int, str], tuple[int, int, int]]:
-    """By target and kernel: how many different PTX it has, how many instructions they have and how many were executed
-    in some run. Without `whole` of the PTX that is compiled for ranks alone that have nothing of some operand.
+    """Return, for each target and kernel, the number of PTX variants, their instructions, and the instructions executed
+    in some run. Without `whole`: for variants that only ranks without elements of some operand launch.
     """
     executed: dict[tuple[int, str, str], Any] = {}
     launched: set[tuple[int, str, str]] = set()

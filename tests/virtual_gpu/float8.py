@@ -1,6 +1,6 @@
-"""The fused ops on float8 operands with scales, on virtual ranks: the products of what these stand for must come out.
+"""The fused ops on float8 operands with scales, on virtual ranks; expected: the products of the values.
 
-Rows have scales that are far apart, so that one in place of another is no rounding error.
+Scales of rows differ widely, so that a wrong scale is no rounding error.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from fusedtp.workspaces.workspace import Workspace
 from .. import oracle
 from .shapes import Op, Phases, Shape, laid_out, launches_of, split, value_of
 
-# Several weights, and what a layer's forward and gradients are made of.
+# Includes several weights, and the ops of a layer's forward and gradients.
 OPS = (
     "gather rows", "gather rows split", "gather rows transposed", "gather rows own pushed", "gather rows and keep",
     "gather rows several", "gather rows swiglu", "gather rows swiglu kept", "gather contraction",
     "gather contraction split", "scatter rows", "scatter columns", "scatter several", "matmul one_shot",
     "matmul two_shot",
 )  # fmt: skip
-# Of blocks with scales, which sm_90 has no unit for: both operands are made bfloat16 in registers.
+# Ops on blocks with scales, for which sm_90 has no unit: both operands are widened to bfloat16 in registers.
 IN_BLOCKS = "gather rows", "gather rows split", "gather rows several", "gather contraction", "scatter rows"
 ONE_OF_EACH_KERNEL = "gather rows split", "gather contraction", "scatter several", "matmul two_shot"
 OUT = torch.bfloat16
-# Stands for x in e4m3, or with every other seed in e5m2, with a scale for each block.
+# Marks x in e4m3, or for odd seeds in e5m2, with a scale for each block.
 MXFP8 = torch.float8_e8m0fnu
-# A weight's beside x of either: what e5m2 is for, gradients, are multiplied with e4m3.
+# The weight's dtype for x of either dtype: gradients, which e5m2 is for, are multiplied with e4m3.
 WEIGHT = torch.float8_e4m3fn
 
 
 class Operands:
-    """Random ones of a seed."""
+    """Random operands of a seed."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._random, self._seed, self.in_blocks = torch.Generator().manual_seed(seed), seed, dtype == MXFP8
         self.dtype = (WEIGHT, torch.float8_e5m2)[seed % 2] if self.in_blocks else dtype
 
     def scaled(self, rows: int, cols: int, dtype: torch.dtype | None = None) -> fusedtp.Scaled:
-        """[rows, cols] with a scale a row, or for every third seed with one for all."""
-        # Between rows of 1/8 and of 8 times the size.
+        """Return [rows, cols] with a scale for each row, or for every third seed one scale."""
+        # Rows of 1/8 to 8 times the size.
         size = 8 ** (2 * torch.rand(rows, 1, generator=self._random) - 1)
         x = torch.randn(rows, cols, generator=self._random) * size
         if self.in_blocks:
@@ -55,24 +55,24 @@ class Operands:
         return fusedtp.scaled(x, recipe, dtype=dtype or self.dtype)
 
     def parts(self, sizes: Sequence[int], cols: int, dtype: torch.dtype | None = None) -> list[fusedtp.Scaled]:
-        """Of these numbers of rows each."""
+        """Return one operand for each number of rows."""
         return [self.scaled(rows, cols, dtype) for rows in sizes]
 
     def rows(self, rows: int, cols: int) -> Quantized:
-        """x or a part of it."""
+        """Return x or a part of it."""
         return Quantized.of(self.scaled(rows, cols), OUT)
 
     def weight(self, rows: int, cols: int, how: str) -> Quantized:
-        """[rows, cols] as the right operand of a product: scales of its columns."""
+        """Return [rows, cols] as the right operand of a product, with scales of columns."""
         return laid(Quantized.of(self.scaled(cols, rows, WEIGHT), OUT).t(), how)
 
     def bias(self, length: int, shape: Shape) -> Tensor | None:
-        """Of results."""
+        """Return a bias for results, or None."""
         return torch.randn(length, generator=self._random).to(OUT) if shape.bias else None
 
 
 def of_blocks(length: int, world_size: int, how: str) -> tuple[int, ...]:
-    """Shares of a contraction whose parts are gathered: each begins with a block, the last ends amid one."""
+    """Return shares of a gathered contraction: each begins with a block, and the last may end inside a block."""
     sizes = list(split(-(-length // 32) * 32, world_size, how, 32))
     last = max(rank for rank, size in enumerate(sizes) if size)
     sizes[last] -= -length % 32
@@ -80,12 +80,12 @@ def of_blocks(length: int, world_size: int, how: str) -> tuple[int, ...]:
 
 
 def laid(x: Quantized, how: str) -> Quantized:
-    """See `laid_out`."""
+    """Lay out the data as `laid_out` does."""
     return Quantized(laid_out(x.data.view(torch.uint8), how).view(x.data.dtype), x.scale, x.dtype, blocks=x.blocks)
 
 
 def exact(x: Quantized | fusedtp.Scaled) -> Tensor:
-    """What it stands for, in float64."""
+    """Return the values in float64."""
     if isinstance(x, fusedtp.Scaled):
         x = Quantized.of(x, OUT)
     return x.widened(torch.float64) if x.blocks is not None else widened(x.data).double() * x.scale.double()
@@ -96,7 +96,7 @@ def _values(xs: Sequence[Quantized], dim: int = 0) -> Tensor:
 
 
 def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Shape, by: str = "push") -> Op:
-    """The op `name` on random operands; dtype: of x, which is what travels where anything is gathered."""
+    """Return the op `name` on random operands; dtype: of x, which travels in a gather."""
     make, M, N, K = Operands(seed, dtype), shape.M, shape.N, shape.K
     unit = 1 if shape.split == "empty" else 16
     of = {"float8": make.dtype, "in_blocks": make.in_blocks}
@@ -114,7 +114,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
         lies = "columns" if how == "rows own pushed" else shape.a
         shards = [laid(a[sum(m_sizes[:r]) :][: m_sizes[r]], lies) for r in range(world_size)]
         more = how.startswith(("rows several", "rows swiglu"))
-        # Of no multiple of a tile where they need not be alike.
+        # Widths that may differ are no multiple of a tile.
         widths = [N, N + 40 if how == "rows several" else N] if more else [N]
         ws = [make.weight(K, width, shape.b) for width in widths]
         turned, activation, keeps = how == "rows transposed", "swiglu" * ("swiglu" in how), how.endswith("kept")
@@ -157,7 +157,7 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
             ),
             everywhere(reference.matmul(whole, right, bias)), everywhere(reference.bound(whole, right, OUT, bias=bias)),
         )  # fmt: skip
-    # Of a sum every rank has terms, with scales of its own.
+    # Every rank has terms of a sum, with its own scales.
     terms = [[(part, make.weight(part.shape[1], N, shape.b))] for part in parts]
     if how == "several":
         for each, size in zip(terms, k_sizes, strict=True):

@@ -1,6 +1,4 @@
-"""Waits that are given up: a rank is missing, stops amid an op, comes when the budget of the others is just being
-spent, or means another op.
-"""
+"""Timeouts: a rank is missing, stops in the middle of an op, is late by about a timeout, or means another op."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from .driver import EmulatedDriver
 from .machine import Ran, Schedule
 from .shapes import Shape, value_of
 
-# Of a clock that advances a millisecond at a time, so that a wait looks at it at each of them.
+# The clock advances a millisecond at a time, so a wait looks at each one.
 BUDGET_MS = 3
 _CLOCK_MS = 2**31 - 3
 
 
 def _never_wrong(out: Tensor, expected: Tensor, allowed: Tensor, what: str) -> bool:
-    """What a rank has that gave up: every element is NaN or right. Whether any is NaN."""
+    """Check that every element of a rank that gave up is NaN or right, and return whether any is NaN."""
     late = out.isnan()
     reference.check(torch.where(late, expected.to(out.dtype), out).double(), expected, allowed.clamp_min(1e-30), what)
     return bool(late.any())
@@ -39,8 +37,8 @@ def _never_wrong(out: Tensor, expected: Tensor, allowed: Tensor, what: str) -> b
 def missing(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
 ) -> Ran:
-    """Rank `absent` launches nothing: the others end, name it, and return no number instead; when it comes at last it
-    finds that they have given up, and returns none either.
+    """Let rank `absent` launch nothing: the others end, name it, and return elements that are right or NaN. At last
+    rank `absent` comes, finds that the others have given up, and returns no result either.
     """
     absent = schedule.seed % world_size
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
@@ -65,7 +63,7 @@ def missing(
             for _ in late:
                 pass
         second = driver.run(ranks, replace(schedule, seed=schedule.seed + 1))
-        # Of the two ranks that are left, each may have given up on the other.
+        # Either of the other two ranks may have given up on the other.
         with pytest.raises(PeerTimeout, match=f"rank {absent} (waited|came too late)"):
             ranks[absent].check()
     return total([first, second])
@@ -74,8 +72,8 @@ def missing(
 def stopped(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
 ) -> bool:
-    """One rank issues the first kernel of its op and no other until the rest have ended: each rank has the right
-    result, or has given up, and then what it has is right or NaN. Whether any gave up.
+    """Let one rank issue only the first kernel of its op until the rest have ended: each rank has the right result, or
+    has given up with elements that are right or NaN. Return whether any gave up.
     """
     held = schedule.seed % world_size
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
@@ -104,8 +102,8 @@ def stopped(
 def alone(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, last: str
 ) -> Ran:
-    """One rank launches nothing but the kernel `last`, of an op whose kernels before it would have waited for it, and
-    the others come when it waits: they give up, each of its elements is right or NaN.
+    """Let one rank launch only the kernel `last`, without the kernels that would have waited before it. The others come
+    while `last` waits: they give up, and each of their elements is right or NaN.
     """
     odd = schedule.seed % world_size
     with virtual_ranks(
@@ -132,7 +130,7 @@ def alone(
 def disagreeing(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
 ) -> Ran:
-    """One rank means another op by it, which sends the same: every rank is told, at the latest where it leaves."""
+    """Let one rank mean another op that sends the same: every rank is told, at the latest when it leaves."""
     odd = schedule.seed % world_size
     with virtual_ranks(world_size, clock_ms=_CLOCK_MS, programs=programs_of(schedule)) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
@@ -140,7 +138,7 @@ def disagreeing(
             ws.meanings.now = Meaning({"op": name, "call": "another" if ws.rank == odd else "this"})
         outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
         ran = driver.run(ranks, schedule)
-        # As real ranks would by themselves.
+        # Real ranks do this by themselves.
         for ws in ranks:
             agreement.say(ws._text(ws.rank), ws.meanings.now.values)
         for ws in ranks:
@@ -154,8 +152,8 @@ def disagreeing(
 def lost(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule
 ) -> Ran:
-    """Rows that the host copies, where of one rank's signals every other one, or each, does not come: whoever needs
-    these rows gives up, and what it has then is right or NaN.
+    """Let the host copy rows, and lose every other signal, or every signal, of one rank: a rank that needs these rows
+    gives up, with elements that are right or NaN.
     """
     odd, step = schedule.seed % world_size, 1 + schedule.seed % 2
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
@@ -209,9 +207,9 @@ def late(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, shape: Shape, schedule: Schedule, by: int,
     after: int = 0,
 ) -> bool:  # fmt: skip
-    """One rank begins `by` ms after the others' budget is spent, or before where that is negative; or stops for as long
-    when `after` instructions have been executed. Each rank has the right result, or has given up, and then what it has
-    is right or NaN. Whether any gave up.
+    """Let one rank begin `by` ms after the others' budget is spent (before, if negative), or pause for as long after
+    `after` instructions. Each rank has the right result, or has given up with elements that are right or NaN. Return
+    whether any gave up.
     """
     held = schedule.seed % world_size
     until = BUDGET_MS + by if after else (_CLOCK_MS + BUDGET_MS + by + 2**31) % 2**32 - 2**31

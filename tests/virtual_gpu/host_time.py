@@ -1,4 +1,4 @@
-"""Print the host's time for launches, with this Triton, and where it goes, as rows of a table.
+"""Print the host's time for launches with this Triton, by part, as rows of a table.
 
     TRITON_INTERPRET=0 python -P tests/virtual_gpu/host_time.py
 
@@ -33,7 +33,7 @@ TIMES, WORLD_SIZE = 2000, 8
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """The median of many calls."""
+    """Return the median time of many calls."""
     took = []
     for _ in range(TIMES):
         begin = time.perf_counter()
@@ -43,7 +43,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def of(rows: int, cols: int, width: int = 1) -> torch.Tensor:
-    """A matrix whose adjacent elements are `width` apart."""
+    """Return a matrix whose adjacent elements are `width` apart."""
     return torch.zeros(rows, width * cols, dtype=torch.bfloat16)[:, ::width]
 
 
@@ -54,12 +54,12 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 def of_matmul(width: int) -> Call:
-    """The plain matmul."""
+    """Return a call of the plain matmul."""
     return matmul, (of(256, 256, width), of(512, 256, width).t(), of(256, 512, width), PLAIN), {"config": CONFIG}
 
 
 def of_gather() -> Call:
-    """The matmul that gathers rows."""
+    """Return a call of the matmul that gathers rows."""
     peers, data = torch.zeros(WORLD_SIZE + 2, dtype=torch.int64), torch.zeros(1 << 22, dtype=torch.uint8)
     channel, table = Channel(peers, data, 0, WORLD_SIZE, 1 << 21, 4096), torch.zeros(9, dtype=torch.int32)
     gather = GatherMatmul(0, (256,) * WORLD_SIZE, on_rows=True, pitch=256, piece_rows=128, config=CONFIG)
@@ -68,7 +68,7 @@ def of_gather() -> Call:
 
 
 def row(name: str, by: str, launcher: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A row for calls of `launcher`."""
+    """Return a row for calls of `launcher`."""
     looked_up = launcher.__wrapped__
     given: dict[str, Any] = {}
 

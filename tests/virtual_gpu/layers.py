@@ -1,4 +1,4 @@
-"""The differentiable functions that layers are made of, on virtual ranks: forward and every gradient."""
+"""The differentiable functions of layers, on virtual ranks: forward and every gradient."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .machine import Schedule
 from .shapes import Shape, split
 from .threads import run_ranks
 
-# What a function gives on a rank, by name, with what it must be and the error allowed.
+# For each result of a function on a rank: the expected value, and the allowed error.
 Checked = dict[str, tuple[Tensor, Tensor]]
 FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 
 
 def _product(a: Tensor, b: Tensor, sizes: tuple[int, ...] | None = None, bias: Tensor | None = None) -> Any:
-    """a @ b + bias and its bound; `sizes`: of the contraction, where ranks sum. Values of float8 are in float64."""
+    """Return a @ b + bias and its bound; float8 values come in float64. `sizes`: the parts of the contraction."""
     dtype = float8.OUT if a.dtype == torch.float64 else a.dtype
     return reference.matmul(a, b, bias), reference.bound(a, b, dtype, k_sizes=sizes, bias=bias)
 
@@ -33,11 +33,11 @@ def _chunk(pair: Any, sizes: tuple[int, ...], rank: int) -> Any:
 
 
 def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, seed: int) -> int:
-    """What a function makes of float8 operands with scales, x of `dtype`, on each rank; how many were compared. By
-    features, of which each rank has some, with every other seed where those are gathered.
+    """Check a function on float8 operands with scales, x of `dtype`, on each rank, and return the number of results.
+    For odd seeds all_gather_linear gathers features.
     """
     make = float8.Operands(seed, dtype)
-    # Which ends amid a block where there are some.
+    # With blocks, K ends inside a block.
     M, N, K = 72, 96, 144 if make.in_blocks else 160
     bias = make.bias(N, Shape(M, N, K))
     m_sizes = split(M, world_size, "empty" if seed % 2 else "uneven")
@@ -80,7 +80,7 @@ def check_scaled(driver: EmulatedDriver, name: str, world_size: int, dtype: torc
 
 
 def check_not_finite(driver: EmulatedDriver, dtype: torch.dtype) -> None:
-    """NaN and infinities of x in blocks come out in their own rows, of a weight in its own column."""
+    """Check that NaN and infinities in blocks stay in x's own rows, and in the weight's own column."""
     x, w = torch.randn(32, 64), torch.randn(48, 64)
     x[3, 5], x[20, 40], w[7, 1] = float("nan"), float("inf"), float("nan")
     parts, weight = x.split(16), fusedtp.scaled(w, "mxfp8", dtype=dtype)
@@ -99,7 +99,7 @@ def check_not_finite(driver: EmulatedDriver, dtype: torch.dtype) -> None:
 def check(
     driver: EmulatedDriver, name: str, world_size: int, dtype: torch.dtype, seed: int, rows: int = 72
 ) -> list[str]:
-    """Forward and gradients of x, weight and bias, on each rank; what was compared."""
+    """Check forward, dx and dw on each rank, and return the names of what was compared."""
     random = torch.Generator().manual_seed(seed)
     M, N, K = rows, 96, 80
 

@@ -1,4 +1,4 @@
-"""Small kernels in PTX by hand: what the memory model allows, and what the machine refuses."""
+"""Small kernels in hand-written PTX: what the memory model allows, and what the machine refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REGISTERS = """
 	.reg .b32 %r<40>;
 	.reg .b64 %rd<9>;
 """
-# Every kernel has three addresses, %rd1 to %rd3, and its thread's number, %r1; lane 0 of warp 0 has %p1.
+# Every kernel has three addresses, %rd1 to %rd3, and its thread's number, %r1; %p1 is true in lane 0 of warp 0.
 _BEGIN = """	ld.param.b64 %rd1, [k_param_0];
 	ld.param.b64 %rd2, [k_param_1];
 	ld.param.b64 %rd3, [k_param_2];
@@ -38,7 +38,7 @@ POLL = """$L__poll:
 
 
 def kernel(body: str) -> Program:
-    """A program of the statements in `body`."""
+    """Return a program of the statements in `body`."""
     params = ",\n".join(f"\t.param .u64 .ptr .global .align 1 k_param_{i}" for i in range(3))
     text = f".visible .entry k(\n{params}\n)\n{{{_REGISTERS}{_BEGIN}{body}\tret;\n}}\n"
     return Program("k", text, op_of)
@@ -48,7 +48,7 @@ def run(
     bodies: Sequence[str], places: Sequence[Array], schedule: Schedule, warps: int = 1, shared: int = 1024,
     writable: bool = True, owner: int = 1,
 ) -> Ran:  # fmt: skip
-    """One CTA of each body, on a rank of its own; all memory is rank `owner`'s."""
+    """Run one CTA of each body on its own rank; all memory belongs to rank `owner`."""
     machine = Machine()
     for rank, body in enumerate(bodies):
         touches = [Memory(x.ctypes.data, x.ctypes.data + x.nbytes, owner, writable) for x in places]
@@ -58,14 +58,14 @@ def run(
 
 
 def aligned(words: int) -> Array:
-    """Zeros, int32, at a multiple of 16 bytes."""
+    """Return int32 zeros at a multiple of 16 bytes."""
     raw = np.zeros(4 * words + 16, np.uint8)
     begin = -raw.ctypes.data % 16
     return raw[begin : begin + 4 * words].view(np.int32)
 
 
 def message(producer: str, consumer: str, seeds: int, warps: int = 1) -> set[int]:
-    """What the consumer has read of a place that the producer has stored 1 to, over many schedules."""
+    """Return the values that the consumer read where the producer stored 1, over many schedules."""
     seen = set()
     for seed in range(seeds):
         data, flag, out = (aligned(16) for _ in range(3))

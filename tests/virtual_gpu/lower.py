@@ -1,4 +1,4 @@
-"""Statements of PTX lowered to what the machine executes: an operation, its operands as places, an immediate."""
+"""Lower statements of PTX to instructions of the machine: an operation, its operands' places, an immediate."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .ptx import CannotExecute, Source, Statement, address, parse, vector
 FIELDS = ("op", "pred", "neg", "width", "vec", "flags", "ops", "unused")
 INSTRUCTION = np.dtype([(name, "i4") for name in FIELDS] + [("imm", "i8")])
 SHARED_BASE = 1024
-# A tensor map as a parameter; and the constant of a launch that has the address of its parameters.
+# The size of a tensor map as a parameter; the key of a launch's constant with the address of its parameters.
 MAP_BYTES, PARAMETERS = 128, "parameters"
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
-# What operands of wgmma are, two bits of the flags for each; whether A is in registers.
+# Types of wgmma operands, two bits of the flags for each; and the flag for A in registers.
 _TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
-# Of a load into registers of 64 bits of less than these.
+# The flag for a load of a narrower value into 64-bit registers.
 WIDENED = 1 << 12
 _SUMS = ("f32", "bf16x2", "f16x2")
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
-# Of several small numbers in one register. For numbers that are not there the compiler gives these a register that
-# nothing ever writes, and drops what comes of it: it may hold anything.
+# Operations on several small numbers in one register. For an absent number the compiler passes a register that nothing
+# writes, and drops that part of the result: the value is arbitrary.
 _OF_PARTS, _ANYTHING = ("prmt", "cvt_e4m3x2_f32", "cvt_e5m2x2_f32"), "0x9e3779b9"
 
 # A constant operand: a value, or a parameter's name.
@@ -35,7 +35,7 @@ Key = int | str
 
 @dataclass
 class Lowered:
-    """Under way: registers and constants by kind, the pool of operands."""
+    """State of lowering: registers and constants by kind, and the pool of operands."""
 
     source: Source
     op_of: Callable[[str], int]
@@ -48,7 +48,7 @@ class Lowered:
         self.registers["w"] = {name: i for i, name in enumerate(_SPECIAL)}
 
     def holds(self, text: str) -> bool:
-        """Whether an operand is a number, or a register that some statement writes."""
+        """Return whether an operand is a number, or a register that some statement writes."""
         if not self.written:
             self.written.update(each for s in self.source.statements if s.operands for each in vector(s.operands[0]))
         return not text.startswith("%") or text in self.written
@@ -57,18 +57,19 @@ class Lowered:
         return ~self.constants[kind].setdefault(key, len(self.constants[kind]))
 
     def operand(self, text: str, kind: str, bits: int) -> int:
-        """Where an operand of `kind` is: a register, or a constant (below 0)."""
+        """Return the place of an operand of `kind`: a register, or a constant (below 0)."""
         if text in self.registers[kind] or text in _SPECIAL:
             return self.registers[kind][text]
         if text == "_":
-            # A sink: PTX, mov: what goes there is dropped.
+            # A sink; PTX, mov: values written to it are dropped.
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
         if text.startswith("%") or self.source.declared(text):
             if self.source.kind(text) != kind:
                 raise CannotExecute(f"{text} is no operand of kind {kind}")
             return self.registers[kind].setdefault(text, len(self.registers[kind]))
         if text in dict(self.source.params):
-            # PTX, Kernel Function Parameter Attributes: its address in the space of parameters; a map's is taken.
+            # PTX, Kernel Function Parameter Attributes: the address in the parameter space; only tensor maps may be
+            # taken.
             if dict(self.source.params)[text] != MAP_BYTES:
                 raise CannotExecute(f"the address of {text}")
             return self.constant(kind, text)
@@ -81,7 +82,7 @@ class Lowered:
         return self.constant(kind, value & ((1 << bits) - 1))
 
     def make(self, op: str, operands: Sequence[tuple[str, str]], bits: int = 32, **more: int) -> dict[str, Any]:
-        """operands: (text, kind)."""
+        """Return an instruction's fields; operands: (text, kind)."""
         number = self.op_of(op)
         if number < 0:
             raise CannotExecute(f"no operation {op}")
@@ -105,7 +106,7 @@ def _flags(modifiers: Sequence[str]) -> int:
         flags |= RELEASE
     if "acquire" in modifiers or "acq_rel" in modifiers:
         flags |= ACQUIRE
-    # Where none is said: PTX, atom and ld: .gpu is the scope, .relaxed the semantics of atom.
+    # PTX, atom and ld: the default scope is .gpu, and the default semantics of atom is .relaxed.
     return flags | (AT_SYS if "sys" in modifiers else AT_GPU)
 
 
@@ -144,7 +145,7 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         return low.make("ld_strong", [(values[0], kind), (base, "d")], width=width, imm=offset, flags=_flags(mods))
     flags = 0
     if values[0].startswith("%") and low.source.kind(values[0]) != kind:
-        # PTX, Operand Size Exceeding Instruction-Type Size: what is loaded is extended by zeros.
+        # PTX, Operand Size Exceeding Instruction-Type Size: the loaded value is zero-extended.
         if s.name != "ld" or kind != "w":
             raise CannotExecute("a register of another width than what is stored")
         kind, flags = "d", WIDENED
@@ -250,7 +251,7 @@ def _matrix(low: Lowered, s: Statement) -> dict[str, Any]:
             raise CannotExecute("matrix multiplication")
         a = vector(s.operands[1])
         in_registers = s.operands[1].startswith("{")
-        # Of 8 bits both operands lie along K, and so does A in registers.
+        # 8-bit operands, and A in registers, are contiguous along K.
         across = [int(each) for each in s.operands[6:]]
         if len(across) != (0 if found[3] else 2 - in_registers):
             raise CannotExecute("matrix multiplication")
@@ -298,7 +299,7 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
     if s.opcode == "shfl.sync.idx.b32" and s.operands[3:] == ("31", "-1") and "|" not in s.operands[0]:
         return low.make("shfl_idx", [(each, "w") for each in s.operands[:3]])
     if s.opcode == "cvt.s64.s32" and low.source.kind(s.operands[1]) == "d":
-        # PTX, Operand Size Exceeding Instruction-Type Size: of a wider register the low bits are converted.
+        # PTX, Operand Size Exceeding Instruction-Type Size: the low bits of a wider register are converted.
         return low.make("sext64_low", [(each, "d") for each in s.operands])
     if s.opcode == "lop3.b32":
         return low.make("lop3", [(each, "w") for each in s.operands[:4]], imm=int(s.operands[4], 0))
@@ -309,7 +310,7 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
 
 
 class Program:
-    """A kernel as the machine has it."""
+    """A kernel in the machine's form."""
 
     def __init__(self, name: str, text: str, op_of: Callable[[str], int]) -> None:
         self.name, self.source = name, parse(text)
@@ -328,14 +329,14 @@ class Program:
             self.instructions[i]["neg"] = s.negated
         self.pool = np.array(low.pool + [0] * 4, np.int32)
         self.count = np.zeros(len(self.instructions), np.uint64)
-        # Whether a rank has launched it that had something of every operand.
+        # True once a rank with elements of every operand has launched this program.
         self.whole = False
         self.sizes = [len(low.registers[kind]) for kind in "wdp"]
         self.names = {kind: {place: name for name, place in low.registers[kind].items()} for kind in "wdp"}
         self.keys = {kind: list(low.constants[kind]) for kind in "wdp"}
 
     def constants(self, values: dict[str, int]) -> list[np.ndarray[Any, Any]]:
-        """The constants of a launch, words and doubles as every lane has them; values: the parameters' by name."""
+        """Return a launch's constants, words and doubles repeated for every lane; values: of parameters, by name."""
         made = []
         for kind, dtype in (("w", np.uint32), ("d", np.uint64), ("p", np.uint32)):
             keys = self.keys[kind]

@@ -1,4 +1,4 @@
-"""The machine: memory that is watched, launches that wait on each rank's stream, and runs of all of them together."""
+"""The machine: watched memory, launches that wait on each rank's stream, and runs of all of them together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_REGIONS = 1024
 
 
 class Failed(RuntimeError):
-    """A run that broke a rule of the model; the message has the PTX statement and its line in the kernels' source."""
+    """A run broke a rule of the model; the message has the PTX statement and its line in the kernels' source."""
 
 
 class _Kernel(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Plan(ctypes.Structure):
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The compiled core."""
+    """Return the compiled core."""
     lib = ctypes.CDLL(str(shared_object()))
     lib.reset.argtypes = [ctypes.c_int]
     lib.add_region.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int]
@@ -51,19 +51,19 @@ def core() -> ctypes.CDLL:
 
 
 def op_of(name: str) -> int:
-    """The machine's number of an operation, or -1."""
+    """Return the machine's number of an operation, or -1."""
     number: int = core().op_of(name.encode())
     return number
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a run goes; the seed decides the rest.
+    """Parameters of a run; the seed decides the rest.
 
-    stale, drain: chances that a racing load sees the past, and that something stored is seen by others. quantum: turns
-    have up to 2 ** quantum instructions. residents: CTAs of a rank that are there at once. Clocks advance at a chance
-    of `tick` a turn, by up to `most_tick`; rank `held` does nothing until they have come to `held_until`, or from when
-    `held_after` instructions have been executed on for `held_until` ticks.
+    stale, drain: probabilities that a racing load reads an old value, and that a store becomes visible. quantum: turns
+    have up to 2 ** quantum instructions. residents: number of resident CTAs of a rank. tick, most_tick: clocks advance
+    with probability `tick` a turn, by up to `most_tick`. Rank `held` waits until clocks reach `held_until`; with
+    `held_after` it waits for `held_until` ticks once so many instructions have run.
     """
 
     seed: int = 0
@@ -76,8 +76,7 @@ class Schedule:
     held: int = -1
     held_until: int = 0
     held_after: int = 0
-    # Whether other processes touch the memory too: loads then see what is there, and nothing but a kernel's own budget
-    # ends its waits.
+    # Other processes use the memory too: loads read current values, and only a kernel's own budget ends its waits.
     shared: bool = False
     limit: int = 400_000_000
     idle_limit: int = 20_000_000
@@ -85,7 +84,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Memory:
-    """A piece of memory of a rank, by address."""
+    """A piece of a rank's memory, by address."""
 
     begin: int
     end: int
@@ -103,14 +102,14 @@ class Waiting:
     grid: int
     warps: int
     shared_bytes: int
-    # Tensor maps among the parameters, whose values are places in it.
+    # Tensor maps among the parameters; the parameters' values are offsets into `maps`.
     maps: Any = None
     keep: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What a run did: instructions of warps, loads that saw the past, stores that a release had to bring out."""
+    """Counts of a run: warps' instructions, stale loads, and stores that a release had to make visible."""
 
     executed: int
     stale: int
@@ -118,22 +117,22 @@ class Ran:
 
 
 class Machine:
-    """Launches wait, a stream a rank, until `run` executes them all, interleaved as the schedule's seed has it."""
+    """Launches wait, one stream for each rank, until `run` executes them all, interleaved by the schedule's seed."""
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
-        # Watched besides what a launch is given: every rank's arena, each rank's host block, clocks by address.
+        # Memory watched in every launch: the ranks' arenas and host blocks, and clocks by address.
         self.arenas: list[Memory] = []
         self.blocks: list[Memory] = []
         self.clocks: list[int] = []
-        # Where the memory of all ranks is reached at once.
+        # The address of all ranks' memory.
         self.window = 0
 
     def launch(self, waiting: Waiting) -> None:
         self.waiting.append(waiting)
 
     def _regions(self) -> list[Memory]:
-        # Pieces may overlap, as views of one tensor do: each is part of one region.
+        # Pieces may overlap, as views of one tensor do; each lies in one region.
         pieces = sorted([*self.arenas, *self.blocks], key=lambda piece: piece.begin)
         others = [piece for each in self.waiting for piece in each.touches]
         inside = [
@@ -148,7 +147,7 @@ class Machine:
         return pieces + merged
 
     def run(self, schedule: Schedule) -> Ran:
-        """Execute everything that waits. Raises Failed where a rule is broken."""
+        """Execute all waiting launches. Raises Failed if a rule is broken."""
         lib, regions = core(), self._regions()
         lib.reset(MOST_REGIONS)
         keep: list[Any] = []
@@ -197,7 +196,7 @@ class Machine:
 
     @staticmethod
     def _explained(text: str, waiting: Sequence[Waiting]) -> str:
-        # The core knows instructions by number, and registers by their place.
+        # The core reports instructions by number, and registers by place.
         found = re.match(r"rank (\d+), launch (\d+), CTA \d+, warp -?\d+, ins (-?\d+)", text)
         if not found:
             return text

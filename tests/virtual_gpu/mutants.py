@@ -1,4 +1,4 @@
-"""Compiled kernels broken on purpose, one statement of PTX at a time: each must be found by some run."""
+"""Compiled kernels broken on purpose, one statement of PTX at a time: some run must find each."""
 
 from __future__ import annotations
 
@@ -28,22 +28,20 @@ Change = str | Callable[[re.Match[str]], str]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is broken: every place that `pattern` matches, one a mutant."""
+    """A kind of mutant: a change of every place that `pattern` matches, one place a mutant."""
 
     name: str
     pattern: str
     change: Change
-    # Which of several places in one line of the source: the first, or the last.
+    # Take the first of several places in one line of the source, instead of the last.
     first: bool = False
-    # In which functions of the source.
+    # A pattern for the functions of the source.
     inside: str = ""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A place of a kind in a kernel. `where`: its source line and those that it was called from; `inside`: the
-    functions that they are in.
-    """
+    """A place of a kind in a kernel. `where`: its source line and its callers' lines; `inside`: their functions."""
 
     kind: str
     kernel: str
@@ -52,14 +50,14 @@ class Mutant:
     begin: int
     end: int
     instead: str
-    # The PTX that this is a place of: a kernel may be compiled in several ways.
+    # The PTX of this place: a kernel may be compiled in several ways.
     digest: str
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.kernel} ({self.where}: {self.inside})"
 
     def applied(self, name: str, text: str) -> str:
-        """The kernel's PTX with this place broken; other kernels as they are."""
+        """Return the kernel's PTX with this place broken, and other kernels unchanged."""
         if name != self.kernel or _digest(text) != self.digest:
             return text
         return text[: self.begin] + self.instead + text[self.end :]
@@ -82,17 +80,17 @@ def _next_word(match: re.Match[str]) -> str:
 
 
 def _next_bytes(match: re.Match[str]) -> str:
-    # As many as are loaded.
+    # As many bytes as the load reads.
     return f"{match[1]}{match[2]}{match[3]}{int(match[4]) + int(match[2]) // 8} "
 
 
 def _next_row(match: re.Match[str]) -> str:
-    # Up to 512 of the contraction rows of block scales have 16 bytes.
+    # For contractions of up to 512, rows of block scales have 16 bytes.
     return f"{match[1]}{int(match[2]) + 16} "
 
 
 def _stored_late(match: re.Match[str]) -> str:
-    # A loop that stores, with what comes right before it, once more behind the signal; where it was, without the store.
+    # Move a loop's store, with the code right before it, behind the signal; the loop in place loses the store.
     signal, between, before, label, first, store, rest = match.groups()
     late = f"{before}{label}_late:{first}{store}{rest.replace(label, label + '_late')}"
     return f"{signal}{late}{between}{before}{label}:{first}{rest}"
@@ -103,7 +101,7 @@ def _turned(match: re.Match[str]) -> str:
 
 
 _FRAMES = 4
-# Why runs that go right with a mutant do not speak against them: kinds, where, the reason.
+# Why a mutant may be equivalent: kinds, where, the reason.
 EQUIVALENT = (
     (r"release", r"raise_signal < enter\b", "before an entry a fingerprint is stored, by strong stores, and those of "
      "the machine are seen at once: it cannot show what this one is for; what kernels before it did is there for all "
@@ -123,7 +121,7 @@ EQUIVALENT = (
      "memory, and nothing is released: the checks see every access"),
 )  # fmt: skip
 
-# Descriptor constants of wgmma: a swizzle of 128 bytes, and what is added for the next 16 of k.
+# Descriptor constants of wgmma: a swizzle of 128 bytes, and the offset of the next 16 of k.
 _SWIZZLED = 1 << 62
 KINDS = (
     Kind("release made relaxed", r"(sys)\.release(\.exch)", r"\1.relaxed\2"),
@@ -163,9 +161,9 @@ KINDS = (
     Kind("tile order", r"(rem\.s32\s+%r\d+), (%r\d+), (%r\d+);", r"\1, \3, \2;"),
     Kind("sum starts elsewhere", r"(mma\.sync[^;]*\{ %r\d+, %r\d+, %r\d+, )(%r\d+) (\};)", r"\g<1>0 \3"),
 )
-# Of float8 with scales: planted where there are some.
+# Mutants for float8 with scales.
 SCALES = (
-    # In the code the signal is before the loop over rows, which goes to it when it ends.
+    # The compiled signal is placed before the loop over rows, which jumps to it at the end.
     Kind("scale behind the signal", r"(?s)(@%p\d+ atom\.global\.sys\.release[^;]*;)"
          r"((?:(?!\.release).)*?bra\s+\$L__BB\w+;)((?:(?!bra\s|\.release).)*?)(\$L__BB\w+):((?:(?!\$L__BB\w+:).)*?)"
          r"(@!?%p\d+ st\.global\.b32[^;]*;)((?:(?!\$L__BB\w+:).)*?bra\s+\4;)",
@@ -176,7 +174,7 @@ SCALES = (
     Kind("scales of columns turned", r"(ld\.global\.v2\.b32) \{ (%r\d+), (%r\d+) \}", r"\1 { \3, \2 }",
          inside=r"^(scale_columns|scales\.py)\b"),  # Triton 3.8 gives these loads a line 0
 )  # fmt: skip
-# Of blocks with scales of their own, which are bytes.
+# Mutants for block scales, which are bytes.
 BLOCK_SCALES = (
     Kind("block scale of the next block", r"(ld\.global\.b)(8|16)( \{ %rs\d+ \}, \[ %rd\d+ \+ )(\d+) ", _next_bytes,
          inside=r"^multiply\b"),
@@ -188,7 +186,7 @@ BLOCK_SCALES = (
 
 
 def kinds_of(dtype: torch.dtype) -> tuple[Kind, ...]:
-    """What is broken in kernels for operands of a type."""
+    """Return the kinds of mutants for operands of a dtype."""
     if dtype == float8.MXFP8:
         return BLOCK_SCALES
     return SCALES if dtype in FLOAT8.values() else KINDS
@@ -204,7 +202,7 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
 
 
 def _inside(where: str) -> str:
-    """The functions that the lines of a place are in."""
+    """Return the functions that contain the lines of a place."""
     found = []
     for file, line in re.findall(r"([\w.]+):(\d+)", where):
         names = [name for first, last, name in _functions(file) if first <= int(line) <= last]
@@ -213,9 +211,9 @@ def _inside(where: str) -> str:
 
 
 def _places(text: str) -> Iterator[tuple[int, str]]:
-    """Where each `.loc` begins, and the line it names with those it was called from: inlined twice, it is two places.
+    """Yield the offset of each `.loc`, and its line with its callers' lines: code inlined twice is in two places.
 
-    Callers stand in the comment up to Triton 3.7; 3.8 names the caller's own `.loc`, which comes before.
+    Up to Triton 3.7 the comment lists callers; 3.8 names the caller's own `.loc`, which comes first.
     """
     files = {number: name.rsplit("/")[-1] for number, name in re.findall(r'\.file\s+(\d+) "([^"]+)"', text)}
     callers: dict[tuple[str, ...], list[str]] = {}
@@ -229,10 +227,10 @@ def _places(text: str) -> Iterator[tuple[int, str]]:
 
 
 def mutants(name: str, text: str, kinds: Sequence[Kind] = KINDS) -> Iterator[Mutant]:
-    """One mutant a kind and line of the source, with the lines it was called from."""
+    """Yield one mutant for each kind and source line, with its callers' lines."""
     lines = list(_places(text))
     source = parse(text)
-    # What no launch executes.
+    # Lines that no launch executes.
     dead = {source.statements[i].line for i in without_contraction(source)}
     for kind in kinds:
         last: dict[str, re.Match[str]] = {}
@@ -250,7 +248,7 @@ def mutants(name: str, text: str, kinds: Sequence[Kind] = KINDS) -> Iterator[Mut
 
 
 def reason(mutant: Mutant) -> str:
-    """Why a mutant that no run finds is no other kernel, or nothing."""
+    """Return why a mutant that no run finds is an equivalent kernel, or ""."""
     for kind, inside, why in EQUIVALENT:
         if re.search(kind, mutant.kind) and re.search(inside, mutant.inside):
             return why
@@ -258,7 +256,7 @@ def reason(mutant: Mutant) -> str:
 
 
 def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, str]:
-    """The kernels of an op, by name, as they are launched for the cases here."""
+    """Return the kernels of an op by name, as launched for these cases."""
     found: dict[str, str] = {}
 
     def record(name: str, text: str) -> str:
@@ -267,7 +265,7 @@ def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, st
 
     driver.rewrite = record
     try:
-        # As many ranks as a mutant has: the constants of a kernel have their number.
+        # The mutants' number of ranks, which is a constant of the kernels.
         run(driver, [op], 2, dtype, small(driver.capability, dtype), Schedule())
     finally:
         driver.rewrite = None
@@ -275,17 +273,17 @@ def sources(driver: EmulatedDriver, op: str, dtype: torch.dtype) -> dict[str, st
 
 
 def find(driver: EmulatedDriver, op: str, dtype: torch.dtype, mutant: Mutant, seeds: int) -> str:
-    """How a mutant is found by the first of `seeds` runs that does, or nothing. One with a reason has an eighth."""
+    """Return how the first of `seeds` runs finds a mutant, or "". A mutant with a reason gets an eighth of the runs."""
     if reason(mutant):
         seeds = -(-seeds // 8)
     driver.rewrite = mutant.applied
     shape = small(driver.capability, dtype)
-    # With less than a step of k too, and more than are under way at once, and with whole tiles, so that what
-    # any thread reads beyond the last is out of bounds; all are multiples of 16, which the same code is for.
+    # Also less than a step of k, more steps than are in flight, and whole tiles, where reads beyond the last are out of
+    # bounds. All lengths are multiples of 16, so the compiled code is the same.
     shapes = (shape, replace(shape, K=48), replace(shape, K=4 * shape.K), replace(shape, M=256, N=256))
     try:
         for seed in range(seeds):
-            # Several kinds of schedules: how long stores wait, how many loads see the past, who is there at once.
+            # Vary the delay of stores, the share of stale loads, and the number of resident CTAs.
             how = Schedule(seed, stale=(0.5, 1.0, 0.9)[seed % 3], drain=(0.05, 0.002, 0.02)[seed % 3], tick=0.001,
                 residents=(64, 64, 1)[seed % 3], limit=20_000_000, idle_limit=2_000_000)  # fmt: skip
             try:

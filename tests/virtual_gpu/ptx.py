@@ -1,11 +1,11 @@
-"""PTX as Triton emits it, read into statements: opcode, guard, operands, labels, and the source's line they are of."""
+"""Parse PTX as Triton emits it into statements: opcode, guard, operands, labels, and the line of the source."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# By the type that a register is declared with: a predicate, up to 32 bits, 64 bits.
+# The machine's register file by declared type: a predicate, up to 32 bits, 64 bits.
 _KINDS = {"pred": "p", "b8": "w", "b16": "w", "b32": "w", "b64": "d", "f16": "w", "f16x2": "w", "f32": "w", "f64": "d"}
 _KINDS |= {f"{sign}{bits}": "d" if bits == 64 else "w" for sign in "su" for bits in (8, 16, 32, 64)}
 _STATEMENT = re.compile(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.S)
@@ -13,12 +13,12 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[(?:[^\[\]{}]|\{[^}]*\})*\]|[^,\s]+")
 
 
 class CannotExecute(NotImplementedError):
-    """The machine does not know a statement, which the message has."""
+    """The machine does not know a statement, which the message quotes."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """An instruction. `guard` is the predicate it is executed under, if any, `negated` if where that is false."""
+    """An instruction. `guard` is its predicate, if any; `negated`: it executes if the predicate is false."""
 
     text: str
     opcode: str
@@ -26,7 +26,7 @@ class Statement:
     guard: str | None
     negated: bool
     where: str
-    # Of a branch: the label, with the scope it is in.
+    # For a branch: the label, with its scope.
     label: tuple[int, str] | None = None
     line: int = 0
 
@@ -41,7 +41,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel: statements, where labels are, parameters as (name, bytes), and the kind of each register."""
+    """A kernel: statements, places of labels, parameters as (name, bytes), and the kind of each register."""
 
     statements: list[Statement]
     labels: dict[tuple[int, str], int]
@@ -49,11 +49,11 @@ class Source:
     kinds: dict[str, str]
 
     def declared(self, text: str) -> bool:
-        """Whether it is a register, by its name or as one of several: in inline assembly, names without a sign."""
+        """Return whether a name is declared as a register, alone or in a range; inline assembly has names without %."""
         return text in self.kinds or text.rstrip("0123456789") in self.kinds
 
     def kind(self, register: str) -> str:
-        """ "p", "w" or "d": in which file of the machine it is."""
+        """Return a register's file in the machine: "p", "w" or "d"."""
         stem = register.rstrip("0123456789")
         if register in self.kinds:
             return self.kinds[register]
@@ -63,12 +63,12 @@ class Source:
 
 
 def vector(operand: str) -> list[str]:
-    """The elements of {a, b}, or the operand itself."""
+    """Return the elements of {a, b}, or the operand itself."""
     return re.findall(r"[^{},\s]+", operand)
 
 
 def address(operand: str) -> tuple[str, int]:
-    """[register + offset], or [register]."""
+    """Return the register and offset of [register + offset], or of [register]."""
     found = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", operand)
     if not found:
         raise CannotExecute(f"address {operand}")
@@ -86,12 +86,12 @@ def _params(text: str) -> list[tuple[str, int]]:
 
 
 def parse(text: str) -> Source:
-    """One kernel's PTX."""
+    """Parse one kernel's PTX."""
     files = {number: name.rsplit("/")[-1] for number, name in re.findall(r'\.file\s+(\d+) "([^"]+)"', text)}
     statements: list[Statement] = []
     labels: dict[tuple[int, str], int] = {}
     kinds: dict[str, str] = {}
-    # Labels of inline assembly are known in its braces only.
+    # Labels of inline assembly are local to its braces.
     scopes, last, where = [0], 0, ""
     begin = text.index("\n{")
     for number, line in enumerate(text[begin + 2 :].split("\n"), text[: begin + 2].count("\n")):
@@ -111,11 +111,11 @@ def parse(text: str) -> Source:
             line = line[1:].strip()
         for part in filter(None, (each.strip() for each in line.split(";"))):
             if part == "}":
-                # Of inline assembly in one line.
+                # The end of inline assembly in one line.
                 scopes.pop()
                 continue
             if found := re.match(r"\.reg\s+\.(\w+)\s+(.*)", part):
-                # In braces beside each other names may be declared again, here as what they were only.
+                # Separate braces may declare a name again; here only with the same kind.
                 for name in re.findall(r"(%?\w+)(?:<\d+>)?", found[2]):
                     if found[1] not in _KINDS or kinds.setdefault(name, _KINDS[found[1]]) != _KINDS[found[1]]:
                         raise CannotExecute(part)
@@ -134,10 +134,10 @@ def parse(text: str) -> Source:
 
 
 def without_contraction(source: Source) -> set[int]:
-    """Which statements of a kernel are for a contraction of no length, and only for that.
+    """Return the statements of a kernel that only an empty contraction executes.
 
-    Where operands are read by descriptors no launch has one, as there is no tensor map of it (`descriptors`), but the
-    compiler makes a way around the loop over it.
+    No launch with descriptors has an empty contraction, as it has no tensor map (`descriptors`), but the compiler emits
+    a path around the loop.
     """
     found: set[int] = set()
     if not any(size == 128 for _, size in source.params):

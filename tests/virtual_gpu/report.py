@@ -1,4 +1,4 @@
-"""docs/emulation.md: what has been executed, and which mutants were found, as the last whole run had it."""
+"""docs/emulation.md: what was executed, and which mutants were found, in the last whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "emulation.md"
 
 
 def planted(done: Sequence[Done]) -> list[tuple[Mutant, str, int]]:
-    """Mutants, how each was found, the target."""
+    """Return mutants, how each was found, and the target."""
     found = [(mutant, how, each.unit.target) for each in done for mutant, how in each.found or ()]
     return sorted(found, key=lambda each: (each[0].kind, each[2], each[0].kernel, each[0].where))
 
@@ -32,7 +32,7 @@ def _executed(done: Sequence[Done]) -> list[str]:
     ]
     for (target, name), (variants, total, ran) in shares(done).items():
         kernel = name.strip("_").removesuffix("_kernel")
-        # Down: nothing short of all of them is 100 %.
+        # Rounded down, so that only complete coverage is 100 %.
         lines.append(f"| sm_{target} | {kernel} | {variants} | {total} | {1000 * ran // total / 10} % |")
     plain = [each for each in done if not each.unit.mutated]
     lines += ["", "Code that only an empty contraction reaches is not counted: no launch by descriptors has one."]
@@ -61,7 +61,7 @@ def _mutants(done: Sequence[Done]) -> list[str]:
     for mutant, how, _ in planted(done):
         by_kind[mutant.kind].append((mutant, how))
         if not how:
-            # Up to the function that the tiles or rows of a kernel are in: the rest is the same for all.
+            # Up to the function of the kernel's tiles or rows: the outer functions are the same for all.
             place = " in ".join(mutant.inside.split(" < ")[:2])
             why[reason(mutant)].add(f"{mutant.kind}, {place}")
     lines = ["| mutant | planted | found | equivalent |", "|---|---:|---:|---:|"]
@@ -76,7 +76,7 @@ def _mutants(done: Sequence[Done]) -> list[str]:
 
 
 def compare_or_write(done: Sequence[Done]) -> None:
-    """Write the document's tables, with FUSEDTP_EMULATION=write, or fail where they differ from what is there."""
+    """Write the document's tables with FUSEDTP_EMULATION=write, or fail if they differ."""
     before = DOCUMENT.read_text()
     document = replaced(before, "executed", "\n".join(_executed(done)))
     document = replaced(document, "mutants", "\n".join(_mutants(done)))

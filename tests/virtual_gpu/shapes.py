@@ -1,4 +1,4 @@
-"""Problems for the machine: sizes, how operands lie in memory, and an op's launches on one virtual rank."""
+"""Problems for the machine: sizes, memory layouts of operands, and an op's launches on one virtual rank."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from fusedtp.workspaces.workspace import Workspace
 from .. import direct
 
 Phases = Generator[None, None, Any]
-# An op on virtual ranks: rank -> its phases; and per rank what it must give, with the error allowed.
+# An op on virtual ranks: a function from workspace and rank to its phases; expected results and allowed errors by rank.
 Op = tuple[Callable[[Workspace, int], Phases], list[Tensor], list[Tensor]]
 
 
 class Both(tuple[Tensor, ...]):
-    """Several results of an op, which nothing has written yet."""
+    """Several results of an op, not written yet."""
 
 
 def value_of(result: Any) -> Tensor:
-    """What an op has given, in one tensor."""
+    """Return an op's results in one tensor."""
     if isinstance(result, Both):
         return torch.cat([value_of(each).flatten() for each in result])
-    # Float8 rows that were gathered for the library: what they stand for, in float32.
+    # Gathered float8 rows for the library: their values in float32.
     return widened(result.data) * result.scale if isinstance(result, Quantized) else result
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the whole problem, how rows are split ("even", "uneven", "empty"), and how operands lie in memory.
+    """Sizes of the whole problem, the split of rows ("even", "uneven", "empty"), and memory layouts of operands.
 
-    a, b: "rows" or "columns", which of them are contiguous; "strided", none.
+    a, b: "rows" or "columns" are contiguous; "strided": neither.
     """
 
     M: int
@@ -50,7 +50,7 @@ class Shape:
 
 
 def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, ...]:
-    """Shares of `length`: rank 1 has nothing in "empty", less than half of its share in "uneven"."""
+    """Return shares of `length`: "empty" leaves rank 1 without elements, "uneven" with less than half of its share."""
     share = [unit * n for n in even_sizes(length // unit, world_size)]
     share[0] += length - sum(share)
     if how != "even":
@@ -60,9 +60,9 @@ def split(length: int, world_size: int, how: str, unit: int = 1) -> tuple[int, .
 
 
 def laid_out(x: Tensor, how: str) -> Tensor:
-    """The same values, with contiguous rows or columns, or neither."""
+    """Return the same values with contiguous rows or columns, or neither."""
     if not x.numel():
-        # As a part of what has some, or torch would take any strides and other code would be compiled for it alone.
+        # A slice of a larger tensor: torch would give an empty tensor other strides, for which other code is compiled.
         whole = laid_out(x.new_empty([length or 16 for length in x.shape]), how)
         return whole[: x.shape[0], : x.shape[1]]
     if how == "strided":
@@ -71,6 +71,6 @@ def laid_out(x: Tensor, how: str) -> Tensor:
 
 
 def launches_of(op: str, ws: Workspace, *operands: Any, **options: Any) -> Phases:
-    """A task on one rank; it ends with its results."""
+    """Launch a task on one rank, and return its results at the end."""
     outs = yield from direct.results(op, ws, *operands, **options)
     return outs[0] if len(outs) == 1 else Both(outs)

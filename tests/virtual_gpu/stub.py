@@ -1,5 +1,5 @@
-"""The stub of libcuda in this process: Triton's own CudaDriver and CudaLauncher run over it, and every kernel that they
-launch comes to a function of ours with the bytes that a GPU would get.
+"""The stub of libcuda in this process: Triton's own CudaDriver and CudaLauncher run over it. Every kernel launch
+arrives at a function of ours with the bytes that a GPU would get.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-# Before the stub: torch's libraries look for libcuda by its name, and must not find the stub's.
+# Imported before the stub: torch's libraries look for libcuda by name, and must not find the stub.
 import torch
 from triton.backends.nvidia.driver import CudaDriver
 
@@ -23,11 +23,11 @@ from . import build, compiler
 from .lower import MAP_BYTES
 from .ptx import Source, parse
 
-# By compute capability: the number of the stub's device (device.h).
+# The number of the stub's device (device.h), by compute capability.
 DEVICES = {90: 0, 80: 1}
 _MAP_MAGIC = 0x70616D73
-# A tensor map as the stub encodes it (StubMap in libcuda.c), and as the machine reads it: the innermost dimension
-# first, strides in bytes.
+# A tensor map as the stub encodes it (StubMap in libcuda.c), and as the machine reads it: innermost dimension first,
+# strides in bytes.
 _ENCODED = np.dtype([("base", "u8"), ("ndim", "u4"), ("magic", "u4"), ("swizzle", "u4"), ("size", "u4"),
                      ("dim", "u4", 5), ("box", "u4", 5), ("stride", "u8", 4)])  # fmt: skip
 MAP = np.dtype([("ndim", "i8"), ("swizzle", "i8"), ("base", "i8"), ("size", "i8"), ("dim", "i8", 5),
@@ -48,7 +48,7 @@ _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Launch))
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of cuLaunchKernelEx: the module's PTX, and each parameter's bytes, of the sizes that the PTX declares."""
+    """A call of cuLaunchKernelEx: the module's PTX, and each parameter's bytes, with the sizes declared in the PTX."""
 
     name: str
     ptx: str
@@ -65,7 +65,7 @@ def _source(ptx: str) -> Source:
 
 
 def tensor_map(parameter: bytes) -> Any:
-    """A parameter as the machine's tensor map; None where it is a number."""
+    """Return a parameter as the machine's tensor map, or None for a number."""
     if len(parameter) != MAP_BYTES:
         return None
     (encoded,) = np.frombuffer(parameter[: _ENCODED.itemsize], _ENCODED)
@@ -78,7 +78,7 @@ def tensor_map(parameter: bytes) -> Any:
 
 
 def ptx_is_the_image(*given: Any) -> tuple[str, str] | None:
-    """End compilation at PTX, which a driver loads as it loads a cubin: ptxas would take most of a test's time."""
+    """End compilation at PTX, which the stub loads like a cubin: ptxas would take most of a test's time."""
     if not given:
         return "executed", "executed"
     _, stages, *_ = given
@@ -88,9 +88,9 @@ def ptx_is_the_image(*given: Any) -> tuple[str, str] | None:
 
 @functools.cache
 def libcuda() -> ctypes.CDLL:
-    """The stub, loaded for all who open libcuda.so.1."""
+    """Load the stub for every library that opens libcuda.so.1."""
     path = build.libcuda()
-    # Triton links what it compiles to the libcuda of this folder.
+    # Triton links its launchers to the libcuda of this folder.
     os.environ["TRITON_LIBCUDA_PATH"] = str(path.parent)
     if not any(map(shutil.which, ("gcc", "clang"))) and "CC" not in os.environ:
         wrapper = path.parent / "cc"
@@ -101,12 +101,12 @@ def libcuda() -> ctypes.CDLL:
 
 
 class Stub:
-    """The stub with one listener for launches; an exception of the listener ends the launch and is kept."""
+    """The stub with one listener for launches; an exception of the listener fails the launch and is kept."""
 
     def __init__(self, listener: Callable[[Launch], object]) -> None:
         self.failure: BaseException | None = None
         self._listener = listener
-        # ctypes keeps no reference to it.
+        # ctypes keeps no reference to the callback.
         self._callback = _Callback(self._launched)
         libcuda().stub_on_launch(self._callback)
 
@@ -130,7 +130,7 @@ class Stub:
 
 
 def cuda_driver(capability: int, current_stream: Callable[[int], int]) -> CudaDriver:
-    """Triton's own driver over the stub, with answers to what it asks torch.cuda, as torch is a CPU build."""
+    """Return Triton's own driver over the stub, with answers for its calls of torch.cuda, as torch is a CPU build."""
     libcuda()
     made = CudaDriver()
     made.get_current_device = lambda: DEVICES[capability]

@@ -1,7 +1,7 @@
-"""Virtual ranks that call differentiable functions: a thread a rank, which meet at every fused op.
+"""Virtual ranks that call differentiable functions: one thread for each rank; all threads meet at every fused op.
 
-What a rank's thread computes on the host needs the results of the ops before; so an op's launches of all ranks are run
-when the last of them has come, and then all go on.
+A rank's thread needs the results of earlier ops on the host, so an op's launches run when the last rank has arrived,
+and then all threads go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .machine import Ran, Schedule
 
 
 def _groups(world_size: int) -> list[dist.ProcessGroup]:
-    """A group a virtual rank, which knows its rank and size and communicates nothing."""
+    """Return a group for each virtual rank, which knows its rank and size and communicates nothing."""
     found = []
     for rank in range(world_size):
         group = dist.ProcessGroup(dist.HashStore(), rank, world_size)
@@ -58,17 +58,17 @@ def _distributed() -> Iterator[None]:
 def run_ranks(
     driver: EmulatedDriver, world_size: int, schedule: Schedule, call: Callable[[int, dist.ProcessGroup], Any]
 ) -> tuple[list[Any], list[Ran]]:
-    """call(rank, group) in a thread for each virtual rank; what each gave, and how each op ran."""
+    """Run call(rank, group) in a thread for each virtual rank; return the results, and the counts of each op's run."""
     results: list[Any] = [None] * world_size
     errors: list[BaseException] = []
     ran: list[Ran] = []
-    # One thread at a time, but for those that wait for the others.
+    # One thread runs at a time, except while it waits for the others.
     turn = threading.Lock()
 
     with virtual_ranks(world_size) as ranks, _distributed():
         groups = _groups(world_size)
         for each in ranks:
-            # These groups have no store through which the first rank could tell what it measured.
+            # These groups have no store, through which rank 0 would share its measurements.
             each.knowledge = dispatch.Knowledge(None, None)
         together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
 
@@ -92,7 +92,7 @@ def run_ranks(
             return outs
 
         def multiplied(whole: Tensor, products: Any, leaves: int = 0) -> list[Tensor]:
-            # The library multiplies what kernels have gathered.
+            # The library multiplies rows that kernels have gathered.
             meet()
             return library_multiplied(whole, products, leaves)
 
@@ -109,7 +109,7 @@ def run_ranks(
             mock.patch.object(Prepared, "go", go),
             mock.patch.object(fused, "multiplied", multiplied),
             mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),
-            # A thread here is a rank: ranks run the same op at once.
+            # Threads here are ranks, which run the same op at once.
             mock.patch.object(locks, "alone", lambda key, op, function, *args: function(*args)),
         ):
             threads = [threading.Thread(target=thread, args=(rank,)) for rank in range(world_size)]

@@ -1,7 +1,7 @@
-"""torch's CPU kernels in place of its CUDA kernels: a stub's device memory is the host's.
+"""torch's CPU kernels in place of its CUDA kernels: a stub's device memory is host memory.
 
-Every operator that torch registers for CUDA is registered anew: tensors of the device become tensors of the CPU on the
-same memory, the operator runs there, and what it makes is copied to the device. So the allocator, streams, events,
+Every operator that torch registers for CUDA is registered again: tensors of the device become CPU tensors on the same
+memory, the operator runs on these, and its results are copied to the device. So the allocator, streams, events,
 autograd and symmetric memory are torch's own CUDA code, and arithmetic, random numbers and casts are its CPU code.
 """
 
@@ -29,7 +29,7 @@ _library: Any = None
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """A tensor of the CPU on the memory of a tensor of the device."""
+    """Return a CPU tensor on the memory of a device tensor."""
     storage, size = x.untyped_storage(), x.element_size()
     length = storage.nbytes() // size * size
     if not length:
@@ -77,7 +77,7 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]], device: Any) -> Any:
-    """Have an operator run at each replay; what it makes is allocated now, by its shapes on meta tensors."""
+    """Run an operator at each replay; its results are allocated now, with shapes from meta tensors."""
     leaves, tree = tree_flatten((args, kwargs))
     metas = [each.to("meta") if isinstance(each, Tensor) else each for each in leaves]
     owns = {id(meta): own for meta, host in zip(metas, leaves, strict=True) for it, own in given if it is host}
@@ -103,7 +103,7 @@ def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any = None, scale_result: Any = None,
                out_dtype: Any = None, use_fast_accum: bool = False) -> Tensor:  # fmt: skip
-    """torch._scaled_mm with scales by row, which torch's CPU kernel lacks."""
+    """Compute torch._scaled_mm with scales by row, which torch's CPU kernel lacks."""
     made = a.float() @ b.float() * scale_a.float() * scale_b.float()
     return (made if bias is None else made + bias.float()).to(out_dtype or a.dtype)
 
@@ -116,10 +116,10 @@ def install() -> None:
     """Register torch's CPU kernels for CUDA, for as long as the process lives."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
-    # Registered for all devices, and a kernel on each.
+    # Both are registered for all devices, with a kernel for each device.
     names = {*torch._C._dispatch_get_registrations_for_dispatch_key("CUDA"), "aten::copy_", "aten::fill_.Scalar"}
     with warnings.catch_warnings():
-        # Each says that it overrides another, which is what it is for.
+        # Each registration warns that it overrides another, as intended.
         warnings.simplefilter("ignore", UserWarning)
         for name in sorted(each.removeprefix("aten::") for each in names if each.startswith("aten::")):
             base, _, overload = name.partition(".")
@@ -130,5 +130,5 @@ def install() -> None:
                     else getattr(getattr(torch.ops.aten, base), overload or "default")
                 )
                 _library.impl(name, _as(op), "CUDA", allow_override=True)
-    # The kernel that spins before a timing: a stream here is never ahead of the host.
+    # The kernel that spins before a timing; here the host is never ahead of the device.
     torch._C._cuda_sleep = lambda cycles: None  # type: ignore[attr-defined]

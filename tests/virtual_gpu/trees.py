@@ -1,4 +1,4 @@
-"""Sums in leaves on compiled code: the same bits on any number of virtual ranks, and near the exact result."""
+"""Sums in leaves on compiled code: the same bits on any number of virtual ranks, and close to the exact result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAVES = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """a [M, K] @ b [K, N] + bias, and how b lies in memory."""
+    """a [M, K] @ b [K, N] + bias, and the memory layout of b."""
 
     a: Tensor
     b: Tensor
@@ -31,8 +31,8 @@ class Problem:
 
     @classmethod
     def drawn(cls, seed: int, dtype: torch.dtype, *, blocks: int = 0) -> Problem:
-        """Of lengths by chance. blocks: K is so many blocks of 64 in every leaf, which descriptors read; else any
-        length that as many ranks as leaves share alike.
+        """Draw random lengths. blocks: number of blocks of 64 of K in every leaf, for descriptors; with 0 any K that
+        divides by the number of leaves.
         """
         chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         M, N = chance.randrange(9, 90), 8 * chance.randrange(2, 12)
@@ -41,7 +41,7 @@ class Problem:
         return cls(a, b, bias, chance.choice(("rows", "columns")))
 
     def phases(self, op: str, ws: Workspace, leaves: int) -> Phases:
-        """Of a rank's part; one of columns for a gather, and of the contraction for a sum."""
+        """Return the launches of a rank's part: columns for a gather, the contraction for a sum."""
         M, N, n, rank = self.a.shape[0], self.b.shape[1], ws.world_size, ws.rank
         m_sizes, n_sizes = split(M, n, "uneven" if n > 1 else "even"), split(N, n, "even")
         k_part = slice(rank * len(self.b) // n, (rank + 1) * len(self.b) // n)
@@ -68,7 +68,7 @@ class Problem:
         return launches_of("matmul_all_reduce", ws, a, b, self.bias, algorithm=op, leaves=leaves)
 
     def exact(self, op: str) -> tuple[Tensor, Tensor]:
-        """The result, and how far off it may be."""
+        """Return the exact result, and the allowed error."""
         if op != "two terms":
             return reference.matmul(self.a, self.b, self.bias), reference.bound(
                 self.a, self.b, self.a.dtype, bias=self.bias
@@ -79,11 +79,11 @@ class Problem:
 def whole(
     driver: EmulatedDriver, problem: Problem, op: str, world_size: int, seed: int, leaves: int = LEAVES
 ) -> Tensor:
-    """The result of all ranks, joined; what all of them have is the same on each."""
+    """Return the joined result of all ranks; replicated results must be equal."""
     schedule = Schedule(seed, tick=0.001)
     with virtual_ranks(world_size) as ranks:
         if world_size == 1:
-            # What the host does next reads what a kernel has made.
+            # The host's next step reads a kernel's results.
             driver.launched = lambda: driver.run(ranks, schedule)
         try:
             outs = issue(driver, ranks, [problem.phases(op, ws, leaves) for ws in ranks])
@@ -100,8 +100,8 @@ def whole(
 
 
 def check(driver: EmulatedDriver, op: str, dtype: torch.dtype, world_sizes: tuple[int, ...], seed: int) -> None:
-    """The bits of one rank on all these numbers of ranks; some rows alone have theirs, too. With the usual order one
-    rank has others.
+    """Check that the bits of one rank are those of all these numbers of ranks, and of some rows alone, but not those of
+    the usual order.
     """
     problem = Problem.drawn(seed, dtype, blocks=seed % 2)
     expected = whole(driver, problem, op, 1, seed)

@@ -1,5 +1,5 @@
-"""Loaded by every Python process under build.py's environment: once it has imported torch, Triton's kernels and torch's
-own run on the host.
+"""Loaded by every Python process in build.py's environment. Once torch is imported, Triton's kernels and torch's own
+run on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and has more done once it is imported."""
+    """A finder that finds torch as usual, and calls `_begin` once torch is imported."""
 
     looking = False
 
@@ -41,7 +41,7 @@ def _begin() -> None:
     from virtual_gpu import cuda, torch_kernels
 
     torch_kernels.install()
-    # For as long as the process lives.
+    # Keep the stub as long as the process lives.
     sys.modules[__name__].stub = cuda.listen()  # type: ignore[attr-defined]
     sys.path.pop()
 
