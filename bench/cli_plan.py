@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-# Limits: bytes and modules of a configuration, CPU time and memory to make the modules, characters of an error.
+# Limits: bytes and counts of a configuration, CPU time and memory to make the modules, characters of an error.
 _MOST_BYTES, _MOST_MODULES, _MOST_SECONDS, _MOST_KIB, _MOST_TEXT = 4 << 20, 30_000, 60, 4 << 20, 400
 _COUNT = re.compile("layer|label|expert|block|depth|stage")
 
