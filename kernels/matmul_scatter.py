@@ -28,7 +28,7 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 class Partial(NamedTuple):
     """Context of the hooks: the link, the operands, the owners' row table, and the place of a region in a half.
 
-    region_row: first row of this rank's region in an owner's half. With SWITCH, instead, the rows of a region: tiles
+    region_row: first row of this rank's region in an owner's half. With SWITCH: number of rows of a region. Tiles then
     stay in the own half, in a region for each owner, where the switch adds them. END: as in `Link`.
     """
 
