@@ -190,7 +190,7 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
 
 
 def rows(path: Path, remedy: str = "") -> list[Measurement]:
-    """Return the rows of a file. BadParameter says why it has none, and what to do."""
+    """Return the rows of a file. BadParameter gives the reason if there are none, and the remedy."""
     from . import store
 
     try:

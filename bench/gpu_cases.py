@@ -46,7 +46,7 @@ COLUMNS = (
 )  # fmt: skip
 
 Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
-Checked: TypeAlias = tuple[float, float]  # the largest error, and the largest error over what is allowed
+Checked: TypeAlias = tuple[float, float]  # largest error, largest error / allowed error
 
 
 class RowsFile:
@@ -156,7 +156,7 @@ class Run:
         self, op: str, size: Size, dtype: str, make: Callable[..., Variants], *, world_size: int = 1,
         seconds: float = 0.6, launches: int = 1, timed: bool = True,
     ) -> None:  # fmt: skip
-        """Check what `make(M, N, K, seed)` returns by name, then time two draws of it in turns.
+        """Check each variant that `make(M, N, K, seed)` returns, then time two draws of it in turns.
 
         The first variant is the baseline: it is timed alone, and its row added, before another variant is launched.
         """
@@ -218,6 +218,6 @@ class Run:
                 for name, found in times.items()}  # fmt: skip
 
     def ask(self, op: str, answer: Callable[[], object], **shape: object) -> None:
-        """Add a row with what `answer` returns, in words, unless this process only compiles."""
+        """Add a row with the text of `answer()`, unless this process only compiles."""
         if self.share is None:
             self._attempt(lambda columns: self.rows.add(detail=str(answer())[:2000], **columns), op=op, **shape)

@@ -75,7 +75,7 @@ def layer(
 
 
 def copies(group: ProcessGroup, size: tuple[int, int, int]) -> None:
-    """Check layers whose gathers are copied by rank 0 and pushed by the others, then copied by all."""
+    """Check layers in which rank 0 copies gathered rows and the others push them, then all copy."""
     for everybody in (False, True):
         producer = "copy" if everybody or group.rank() == 0 else "push"
         for op in LAYERS:
@@ -113,7 +113,7 @@ def collectives(group: ProcessGroup, dtype: str, size: tuple[int, int]) -> None:
 
 
 def missing(group: ProcessGroup) -> str:
-    """Check that a rank whose peer never comes raises `PeerTimeout` with the peer's number; return its words."""
+    """Check that a rank raises `PeerTimeout` with the number of a missing peer; return the message."""
     device, said = prepare(), ""
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
     fusedtp.all_reduce(x, group=group, schedule="fused")

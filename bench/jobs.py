@@ -83,7 +83,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None is this machine's default. `models` take the place of sizes.
+    """Options of the command line; None is this machine's default. `models` replace sizes.
 
     baselines: names of providers, by default `providers.usual`.
     """

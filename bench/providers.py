@@ -1,6 +1,6 @@
 """Providers: other implementations of the ops, checked by the same gate and timed in the same rounds.
 
-A provider is found by an entry point of the group `fusedtp.providers`, whose name is the provider's:
+A provider is an entry point of the group `fusedtp.providers`, with the provider's name:
 
     [project.entry-points."fusedtp.providers"]
     mine = "my_package.bench:PROVIDER"
@@ -57,7 +57,7 @@ class Provider:
               attribute `close`, that is called after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
               Asked once, before ranks are started; only ranks that agree could go on
-    about     what it is, a line
+    about     a description, one line
     usual     whether a sweep takes it without being told
     """
 

@@ -102,7 +102,7 @@ def call(groups: dict[int, Any], request: bytes) -> bytes:
 
 
 def gloo_of(num_workers: int) -> str:
-    """Register a backend whose groups are gloo's with `num_workers` threads each, and return its name.
+    """Register a gloo backend with `num_workers` threads for each group, and return the backend's name.
 
     torch gives a gloo group two threads and has no option for it. At the end of a collective each thread assigns its
     name to a std::string of the group, without a lock (ProcessGroupGloo::runLoop, torch 2.11 to 2.15). Two threads may

@@ -7,7 +7,7 @@ as `unfused`.
 
 There are two limits: one for the geometric mean of a schedule's slowdowns over all cases, and a wider one for a single
 case. A regression is over its limit in every one of LAUNCHES launches on fresh ranks, because only a new launch draws
-again where the system puts ranks and their memory.
+the placement of ranks and their memory again.
 
 A launch is a run of the benchmarks of tests/test_bench.py. pytest-benchmark saves the baseline,
 results/<machine>/regress.json, from a run of BASELINE_LAUNCHES launches.

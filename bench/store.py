@@ -39,7 +39,7 @@ CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, boo
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One variant of one case in one direction. Times in ms; None where there is no number.
+    """One variant of one case in one direction. Times in ms; None if there is no number.
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
     block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the

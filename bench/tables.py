@@ -271,7 +271,7 @@ def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def verdict(frame: pd.DataFrame) -> list[str]:
-    """Return in a few lines whether a schedule gains, where, and which one `auto` takes and why."""
+    """Return a few lines: which schedules gain in which cases, and which schedule `auto` takes and why."""
     shown, lines = compared(frame), list[str]()
     for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
         ordered, faster = sorted(records(members), key=lambda row: row["speedup"]), (members["low"] > 1).sum()

@@ -226,7 +226,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Device time between two events, behind a barrier on the stream and with a cold L2 cache."""
+    """Device time between two events, after a barrier on the stream and with a cold L2 cache."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device, launches: int) -> None:
         self._group, self._spin_cycles = group, _EVENTS_CYCLES + launches * _LAUNCH_CYCLES

@@ -246,7 +246,7 @@ class Search:
 
 @torch.no_grad()
 def search(group: ProcessGroup, case: Case, seconds: float) -> TileSearch:
-    """Look for the fastest tile of a case, for about so many seconds; collective over `group`."""
+    """Search for the fastest tile of a case, for about `seconds`; collective over `group`."""
     on = Search(group, case, seconds)
     found = on.found
     tried = {str(choice): choice for choice in (on.usual, *on.candidates())}

@@ -193,7 +193,7 @@ def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = Fa
 
 def nearest_target(cuda_major: int | None) -> str:
     """Return the table's target for CUDA capability `cuda_major`; None stands for any AMD GPU."""
-    # 11 and 12 run what 8 runs. 12 has neither the tensor memory nor the shared memory of 10.
+    # 11 and 12 run kernels for 8. 12 has neither the tensor memory nor the shared memory of 10.
     if cuda_major is None:
         return "gfx942"
     return {9: "sm_90", 10: "sm_100"}.get(cuda_major, "sm_80")

@@ -1,4 +1,4 @@
-"""Epilogue: what a kernel does with a finished block of a result before it stores the block, rounded once.
+"""Epilogue: the steps between a finished block of a result and the store of the block, rounded once.
 
 The steps are bias, residual, activation and gate, in that order. Only `apply` runs them and stores to a result. A gated
 activation has two results in one place, gate and up, with equal numbers of columns. The program that computes a tile of

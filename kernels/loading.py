@@ -118,7 +118,7 @@ def _compiled_with_room(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any],
     use: Callable[[Any, tuple[int, ...]], R],
 ) -> R:  # fmt: skip
-    """Return what a compiled kernel's use returns, with fewer stages if a program has too little shared memory."""
+    """Compile a kernel and return `use` of it; compile with fewer stages if a program has too little shared memory."""
     given = options = _fitting(kernel, args, options)
     whole_grid = (*grid, 1, 1)[:3]
     while True:

@@ -137,7 +137,7 @@ class MatmulScatter:
     """Launcher of a scatter: the tiles of a [M, K] @ b [K, N], or of a sum of such terms, go to their owners.
 
     Tiles go into this rank's region, of `region_rows` rows, of the owners' halves; with `to_all`, of every rank's half.
-    switch: into the owners' regions of the own half, where the switch adds them.
+    switch: into the owners' regions of the own half, from which the switch adds them.
     """
 
     def __init__(

@@ -113,7 +113,7 @@ _known = Memo()
 def prepares(launcher: Callable[P, Started | None]) -> Callable[P, object]:
     """Decorate a launcher: a call like an earlier one starts the same compiled kernel.
 
-    The launcher starts one kernel, as its last step, and returns what that returned. The kernel's tensors are arguments
+    The launcher starts one kernel as its last step, and returns the launch's result. The kernel's tensors are arguments
     of the launcher, or `scratch`. The launcher reads only layouts and alignments of tensors.
     """
     if INTERPRETED:

@@ -16,15 +16,15 @@ asking.
 
 Agreement. With its entry a rank gives every peer a fingerprint: 64 bits, made by the host, of all that ranks must agree
 on for the op. Even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does a long
-wait. If a peer's fingerprint differs, this rank reports that like a timeout, and the hosts exchange what they meant.
-The entry then stands, so that every rank finds out. `leave` still waits for the peers to begin the op: a peer may still
-be in the previous op, which is legal.
+wait. If a peer's fingerprint differs, this rank reports that like a timeout, and the hosts exchange their meanings. The
+entry then stands, so that every rank finds out. `leave` still waits for the peers to begin the op: a peer may still be
+in the previous op, which is legal.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances, as a program cannot read the time
 portably. A wait whose budget is spent reports itself in the host block and falls through; the host raises PeerTimeout
 from the report. One thread reads the inputs of every decision of a wait, such as clock, budget and epoch, and tells the
 others (`read`). Before a timeout falls through, it takes this rank's `enter` back from every peer, and this rank enters
-no more. So no peer can end this op or a later one, and no peer returns what this rank does from then on: this rank
+no more. So no peer can end this op or a later one, and no peer returns results of this rank from then on: this rank
 passes on NaN for missing data, and two epochs later may write to a half that a late peer still reads.
 """
 
