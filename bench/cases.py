@@ -176,7 +176,7 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     gather, scatter, reduce = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name
     forward, backward = {
         "gather": ([(gather, x)], [(scatter, x), (gather, x)]),
-        # dy is gathered once, for both gradients
+        # dy is gathered once, for both gradients.
         "scatter": ([(scatter, y)], [(gather, y)]),
         "all_reduce": ([(reduce, y)], []),
     }[case.kind]

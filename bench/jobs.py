@@ -49,7 +49,7 @@ class Job:
 
     - skipped: (direction, variant) of variants that cannot run. The process that starts the ranks decides; ranks do
       not.
-    - absent: outcomes of the skipped variants.
+    - absent: outcomes of variants that do not run.
     - patience: seconds that a rank may be silent, beside the time of its arithmetic.
     """
 

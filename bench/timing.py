@@ -37,7 +37,7 @@ KEPT_SECONDS = 0.5
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
 # Ranks that fail in the same call fail within this time of each other.
 AGREE_SECONDS = 3.0
-# Cycles at up to 2 GHz in which the host issues one launch, about 120 us, or the two events.
+# Cycles at up to 2 GHz in which the host issues one launch, about 120 us; and both events.
 _LAUNCH_CYCLES, _EVENTS_CYCLES = 250_000, 250_000
 
 # Number of failures of a variant in a group: ranks count alike as long as they fail together.

@@ -113,7 +113,7 @@ class Search:
         self.found = TileSearch(case, str(self.usual))
 
     def all_right(self, error: str) -> tuple[str, bool]:
-        """Return the first error of any rank, by rank, and whether there is time left."""
+        """Return the error of the first rank that failed, or "", and whether there is time left."""
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, (error, self._deadline - time.monotonic()), group=self._group)
         errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]

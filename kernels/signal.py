@@ -61,7 +61,7 @@ TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, if
 SIGNALS = tl.constexpr(16)  # the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
 # Four slots hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd epochs.
-# They come first, so that every fingerprint is aligned.
+# These slots come first, so that every fingerprint is aligned.
 FINGERPRINT_SLOT = tl.constexpr(0)
 ENTRY_SLOT = tl.constexpr(4)  # "this rank has begun the epoch"
 FIRST_SLOT = tl.constexpr(5)  # first slot of an op's own signals

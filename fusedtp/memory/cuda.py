@@ -134,7 +134,7 @@ class Gpu:
         except torch.AcceleratorError:
             raise
         except RuntimeError:
-            # This asks the driver directly, so give back first the memory that torch keeps for later tensors.
+            # torch asks the driver directly here, so free torch's cached memory first.
             torch.cuda.empty_cache()
         return symmetric_empty(num_bytes, self.device)
 
@@ -361,7 +361,7 @@ class CudaMemory:
         return Arena(tensors, release, multicast)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor | None, str]:
-        # This rank's memory with the header in place, or the reason why there is none.
+        # Return this rank's memory with the header in place, or the reason why there is none.
         try:
             own = self._gpu.empty(num_bytes)
         except torch.AcceleratorError:

@@ -1,4 +1,4 @@
-"""From a notation string to steps: the collectives of a matmul and its two gradients, and which each matmul fuses.
+"""Plan a notation string: the collectives of a matmul and its two gradients, and the one that each matmul fuses.
 
 The backward pass has one rule: a gradient has the sharding of its tensor, and the gradient of a partial result is whole
 over its partial axes. So dx = dy @ w.T and dw = x.T @ dy are matmuls of known shardings, planned like y = x @ w.
