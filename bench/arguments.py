@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from .store import Measurement
 
 
-# Help and errors as text, of which nothing is cut.
+# Help and errors are plain text, never truncated.
 PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
-# As people write them, and what they are.
+# Short names of dtypes.
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
-# More than the GPUs of a machine: a process each.
+# Each rank is a process; no machine has so many GPUs.
 MAX_RANKS = 256
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or COLUMNS, that prints text as it is: [bold] is six letters."""
-    # Much of it comes out of files, and is no markup however it looks.
+    """Return a console as wide as the terminal, or COLUMNS, that prints text unchanged: [bold] is six letters."""
+    # Text from files may look like markup, and must not be read as such.
     return Console(markup=False, emoji=False, highlight=False)
 
 
@@ -41,9 +41,9 @@ def console() -> Console:
 def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step: it moves a bar, or prints a line in a log, with the time left.
 
-    Ctrl-C says what was `kept`, and exits with 130.
+    Ctrl-C prints `kept`, and exits with 130.
 
-    - steps: what each does, and about how many seconds it takes.
+    - steps: a description and the estimated seconds of each step.
     """
     total, begin = sum(seconds for _, seconds in steps), time.monotonic()
     console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
@@ -59,7 +59,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             nonlocal first
             number, (text, _) = next(left)
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
-            # The rest goes as fast as what is over did, without the first step, as ranks start there.
+            # Assume the pace so far for the rest. Leave out the first step, which starts the ranks.
             first = first or past
             if (over := sum(seconds for _, seconds in steps[1:number])) > 0:
                 rest *= (past - first) / over
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """Comma-separated names, each once; BadParameter for one that is not known, or for none."""
+    """Return comma-separated names, each once; BadParameter for an unknown name, or for none."""
     found = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in found if name not in known]
     if unknown or not found:
@@ -91,12 +91,12 @@ def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
 
 
 def dtype(text: str, float8: str) -> str:
-    """Return a dtype's name, also of a short one. float8: what fp8 is on the machine that is meant."""
+    """Return a dtype's full name; fp8 stands for `float8`, which depends on the machine."""
     return float8 if text.strip() == "fp8" else _SHORT.get(text.strip(), text.strip())
 
 
 def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """`names` of dtypes, short or long, fp8 what this machine multiplies."""
+    """Return the `names` of dtypes, short or long; fp8 stands for the float8 dtype that this machine multiplies."""
     import torch
 
     from ..float8 import native
@@ -107,7 +107,7 @@ def dtypes_here(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]
 
 
 def order(text: str, num_ranks: int) -> str:
-    """Check an order of sums on so many ranks; BadParameter for a wrong one."""
+    """Return the reduction order, checked for a number of ranks; BadParameter for an invalid order."""
     from fusedtp.op import Options
 
     from ..calls.arguments import leaves_of
@@ -120,9 +120,9 @@ def order(text: str, num_ranks: int) -> str:
 
 
 def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
-    """Integers from 1 to `most`, separated by commas or x; BadParameter for anything else.
+    """Return integers from 1 to `most`, separated by commas or x; BadParameter for anything else.
 
-    256:4096 is 256 and its doubles, 4096 the last.
+    256:4096 means 256, 512, 1024, 2048, 4096.
     """
     found: list[int] = []
     try:
@@ -143,12 +143,12 @@ def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Numbers of ranks that may be started on one machine."""
+    """Return numbers of ranks that may be started on one machine."""
     return numbers(text, "--world-size", MAX_RANKS)
 
 
 def lengths(text: str | None, option: str) -> dict[str, int] | None:
-    """NAME=NUMBER, comma-separated, each name once; BadParameter for anything else."""
+    """Return lengths from comma-separated NAME=NUMBER, each name once; BadParameter for anything else."""
     if text is None:
         return None
     found: dict[str, int] = {}
@@ -163,14 +163,14 @@ def lengths(text: str | None, option: str) -> dict[str, int] | None:
 
 
 def finite(value: float | None) -> float | None:
-    """BadParameter for what is no finite number, which no limit of an option refuses."""
+    """Return the value; BadParameter if not finite, as an option's limits do not refuse NaN."""
     if value is None or math.isfinite(value):
         return value
     raise typer.BadParameter(f"{value} is no finite number")
 
 
 def folder(out: Path, name: str = "", option: str = "--out") -> Path:
-    """`out`/`name`, made if it is not there; BadParameter where nothing can be written, before anything is measured."""
+    """Return the folder `out`/`name`, created if missing; BadParameter, before any measurement, if not writable."""
     path = out / name
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def folder(out: Path, name: str = "", option: str = "--out") -> Path:
 
 
 def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
-    """Three lengths."""
+    """Return three lengths."""
     found = numbers(text, option)
     if len(found) != 3:
         raise typer.BadParameter(f"{option} must be {lengths}, got {text!r}")
@@ -190,7 +190,7 @@ def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:
 
 
 def rows(path: Path, remedy: str = "") -> list[Measurement]:
-    """Return the rows of a file. BadParameter says why it has none, and what to do."""
+    """Return the rows of a file. BadParameter gives the reason if there are none, and the remedy."""
     from . import store
 
     try:

@@ -6,11 +6,11 @@ Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
     matmul_reduce_scatter    x_shard_k [M, K/W],  w_shard_k [N, K/W]  ->  y_shard_m [M/W, N]
     matmul_all_reduce        x_shard_k [M, K/W],  w_shard_k [N, K/W]  ->  y [M, N]
 
-Backward is the gradient of both operands, dx = dy @ w and dw = dy.T @ x, from a dy that is sharded as y is; `both` is
-forward and then backward, timed together.
+Backward is the gradient of both operands, dx = dy @ w and dw = dy.T @ x. dy is sharded like y. `both` is forward and
+then backward, timed together.
 
-float8 operands have a scale a row, or in mxfp8 one for each 32 of its elements, and are made before anything is timed;
-y is bfloat16. They have no backward pass.
+float8 operands have a scale for each row, mxfp8 operands one for each 32 elements of a row. They are cast before
+anything is timed. y is bfloat16. There is no backward pass.
 
 With T tokens (batch x sequence) split between the ranks outside attention and MLP, a block is four of them:
 
@@ -43,19 +43,19 @@ from fusedtp.sharding.plan import ITEMSIZE, made_of
 OPS = tuple(name for name, op in TABLE.items() if op.multiplies)
 DIRECTIONS = ("forward", "backward", "both")
 SCHEDULES = NAMES[::-1]
-# What every schedule is held against: the unsplit library matmul, and the backend's collective, each alone.
+# Bounds for every schedule: the library's unsplit matmul and the backend's collective, each alone.
 BOUNDS = ("matmul", "comm")
-# What no schedule is held against as a rival: the bounds, and our kernels with every flag raised before.
+# Variants that are no competitors: the bounds, and our kernels with every signal raised in advance.
 ALONE = ("matmul", "own_matmul", "comm")
 # auto: the schedule that dispatch picks. Every other variant is a provider's (`providers`). All but those of ALONE run
 # the whole op, so that a speed-up means something.
 OWN = (*ALONE, *SCHEDULES, "auto")
 DTYPES = ("float32", "bfloat16", "float16")
-# Run where it is asked for: what NVIDIA's GPUs and a CPU take, what AMD's gfx942 multiplies, and the first one with a
+# float8 dtypes, run only on request: for NVIDIA's GPUs and CPUs; for AMD's gfx942; for NVIDIA's GPUs and CPUs with a
 # scale for each block of 32.
 FLOAT8, FNUZ, MXFP8 = EVERY_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "mxfp8")
 EVERY_DTYPE = (*DTYPES, *EVERY_FLOAT8)
-# As people read them.
+# Display names.
 TITLES = {
     ALL_GATHER_MATMUL.name: "all-gather + matmul",
     MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
@@ -84,7 +84,7 @@ SHAPES: dict[str, dict[str, tuple[Shape, ...]]] = {
         MATMUL_ALL_REDUCE.name: ((512, 8192, 28672), (4096, 8192, 28672)),
     },
 }
-# interpreted kernels cost seconds at sizes that a library does in a millisecond; nothing here divides by a tile or by 4
+# Small, as an interpreted kernel takes seconds where a library takes a millisecond. The second size is uneven.
 CHECK_SHAPES: tuple[Shape, ...] = ((96, 80, 64), (97, 83, 61))
 
 
@@ -117,7 +117,7 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """Name the kind of its collective."""
+        """Return the kind of the op's collective."""
         return TABLE[self.op].kind
 
     @property
@@ -133,32 +133,32 @@ class Case:
 
 
 def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
-    """Return what a table of measurements knows a case by.
+    """Return the key of a case in a table of measurements.
 
-    Its last three: rows and columns of what travels, whole, and the product's third dim on a rank.
+    The last three fields: rows and columns of the whole tensor that travels, and the product's third length on a rank.
     """
     cols, third = (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
     return case.op, case.world_size, case.dtype, case.M, cols, -(-third // case.world_size)
 
 
 def schedules_here(num_gpus: int) -> tuple[str, ...]:
-    """Return those that are timed: on a CPU kernels are interpreted."""
+    """Return the schedules that are timed: not `fused` without a GPU, where kernels are interpreted."""
     return ("unfused", "decomposed", "fused") if num_gpus else ("unfused", "decomposed")
 
 
 def ranks(number: int) -> str:
-    """As people read it: "1 rank", "2 ranks"."""
+    """Return the number in words: "1 rank", "2 ranks"."""
     return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def check_direction(direction: str) -> None:
-    """ValueError unless `direction` is one of `DIRECTIONS`."""
+    """Raise ValueError unless `direction` is one of `DIRECTIONS`."""
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
 def flops(case: Case, direction: str) -> float:
-    """Floating-point operations of a rank, the mean where shards are uneven: one matmul forward, two backward."""
+    """Return a rank's floating-point operations, the mean if shards are uneven: one matmul forward, two backward."""
     check_direction(direction)
     matmuls = {"forward": 1, "backward": 2, "both": 3}[direction]
     return matmuls * 2.0 * case.M * case.N * case.K / case.world_size
@@ -167,7 +167,7 @@ def flops(case: Case, direction: str) -> float:
 def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     """Return (collective, bytes of its whole buffer) for each collective of an unfused pass, in the order they run.
 
-    The whole buffer is what is gathered, or what is reduced on every rank: the S of nccl-tests.
+    The whole buffer is the gathered tensor, or the tensor that every rank reduces: S in nccl-tests.
     """
     check_direction(direction)
     x, y = case.M * case.K * ITEMSIZE[case.dtype], case.M * case.N * ITEMSIZE[made_of(case.dtype)]
@@ -176,7 +176,7 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     gather, scatter, reduce = ALL_GATHER.name, REDUCE_SCATTER.name, ALL_REDUCE.name
     forward, backward = {
         "gather": ([(gather, x)], [(scatter, x), (gather, x)]),
-        # dy is gathered once, for both gradients
+        # dy is gathered once, for both gradients.
         "scatter": ([(scatter, y)], [(gather, y)]),
         "all_reduce": ([(reduce, y)], []),
     }[case.kind]
@@ -216,9 +216,9 @@ LAYERS = ("attention qkv", "attention out", "mlp up", "mlp down")
 def block(model: str, tokens: int, world_size: int, dtype: str) -> list[Case]:
     """Return the cases of one block, in the order of `LAYERS`.
 
-    ValueError for a model that is not known, and where attention heads cannot be dealt out evenly: a head is never cut.
-    With more ranks than key-value heads each of these is held by several ranks, which makes N longer. The tokens and
-    the MLP's features may be split unevenly.
+    ValueError for an unknown model, or if attention heads do not divide evenly: a head is never cut. With more ranks
+    than key-value heads, several ranks hold the same key-value head, so N is longer. The tokens and the MLP's features
+    may be split unevenly.
     """
     if model not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")

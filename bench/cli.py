@@ -46,7 +46,7 @@ def _main(
 
 
 class WithProviders(TyperCommand):
-    """Says, after its options, which providers there are and why each does not run: looked for when help is asked."""
+    """Command whose help ends with the providers, and why each does not run; only help looks them up."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         from .machine import describe
@@ -147,7 +147,7 @@ def sweep(
     console = arguments.console() if speaks else Console(quiet=True)
     path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
-        # before minutes are spent on rows that could not be added to it
+        # Fail before minutes are spent on rows that could not be added to the file.
         arguments.rows(path, "; move it away to write a new one")
     try:
         jobs = plan(request, machine.num_gpus)
@@ -211,7 +211,7 @@ def train(
         (f"{name}, {num} step{'s' * (num != 1)}", num * seconds.get(name.rpartition(" ")[2], 0.2))
         for name, num in training.runs(settings, min(fused_steps, steps)).items()
     ]
-    # Each starts ranks of its own.
+    # Each size starts its own ranks.
     sizes = (1, 2, 4)
     planned += [(f"log-probabilities on {ranks(size)}", 6.0) for size in sizes]
     num_runs = len(planned) - len(sizes)
@@ -231,7 +231,7 @@ def train(
 
 
 def _layer(name: str, about: str) -> None:
-    # The command of one suite of `layers`.
+    # Return the command of one suite of `layers`.
     def command(
         world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.")] = None,
         shapes: Annotated[
@@ -257,7 +257,7 @@ def _layer(name: str, about: str) -> None:
             raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
         path = arguments.folder(out, machine.name) / f"{name}.csv"
         given = suite.seconds if seconds is None else seconds
-        # A round's variants, their checks and the start of ranks come on top.
+        # Checks, a round's variants and the start of ranks take extra time.
         pairs = itertools.product(world_sizes, dict.fromkeys(sizes))
         steps = [(f"{','.join(map(str, size))} on {count}", given + 3) for count, size in pairs]
         with arguments.progress(console, steps, f"{path} is as it was") as done:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.tensor.parallel import ParallelStyle
 
-# Of a configuration, of the time and memory that its modules take, and of what is shown of an error.
+# Limits: bytes and counts of a configuration, CPU time and memory to make the modules, characters of an error.
 _MOST_BYTES, _MOST_MODULES, _MOST_SECONDS, _MOST_KIB, _MOST_TEXT = 4 << 20, 30_000, 60, 4 << 20, 400
 _COUNT = re.compile("layer|label|expert|block|depth|stage")
 
@@ -53,7 +53,7 @@ def plan(
 
 
 def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
-    # And what the file says that the model does not show.
+    # Return the model on the meta device, and notes on keys of the file that do not show in the model.
     import torch
 
     try:
@@ -67,11 +67,11 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
         raise FileNotFoundError(f"there is no such file or folder: {config}")
     given = _read(Path(config)) if Path(config).exists() else {}
     auto: Any = AutoModelForCausalLM
-    # Its warnings are of running a model.
+    # transformers warns about running a model, which nothing here does.
     said: Any = logging_
     said.set_verbosity_error()
     try:
-        # Without it code beside the file would be run, once the user has been asked.
+        # By default transformers asks the user whether to run code beside the file.
         known = AutoConfig.from_pretrained(config, trust_remote_code=False)
         with torch.device("meta"):
             model: nn.Module = auto.from_config(known, trust_remote_code=False)
@@ -87,7 +87,7 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # The file itself, before transformers reads it.
+    # Check the file before transformers reads it.
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"{file} is no file")
@@ -113,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _notes(given: dict[str, Any], known: Any) -> list[str]:
     """Return notes on keys of the file that the configuration does not know or that change no module."""
     notes, usual = [], type(known)()
-    # Other names of what transformers keeps under one of its own.
+    # Keys that transformers stores under another name.
     taken = {"auto_map", "quantization_config", "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor"}
     names = {*usual.to_dict(), *vars(usual), *usual.attribute_map, *taken}
     if unknown := sorted(name for name in given if name not in names and not name.startswith("_")):
@@ -136,14 +136,14 @@ def _in_short(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    """Raise TimeoutError or MemoryError in what takes too long, or too much memory, to make.
+    """Raise TimeoutError or MemoryError if the body takes too much time or memory.
 
-    A TimeoutError replaces what others have made of it where it struck.
+    The TimeoutError replaces any exception that other code converted it to.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Time of the CPU: a busy machine takes longer for the same modules.
+    # CPU time, as a busy machine takes longer for the same modules.
     ends, begun_kib = time.process_time() + _MOST_SECONDS, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     late = TimeoutError(
@@ -157,7 +157,7 @@ def _bounded() -> Iterator[None]:
             raise MemoryError(f"the model's modules alone take more than {_MOST_KIB} KiB")
 
     before = signal.signal(signal.SIGALRM, look)
-    # Again and again, as an exception may be swallowed where it strikes.
+    # Repeat, as other code may swallow the exception.
     signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
     try:
         yield
@@ -181,7 +181,7 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
     sent, share_sent = 0.0, 2 * (world_size - 1) / world_size
     for pattern, each in styles.items():
         found = [module for _, module in matching(model, pattern)]
-        # What is packed is taken apart first; its parts are not there yet.
+        # A packed linear is unpacked first, so its parts do not exist yet.
         kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed linear"
         console.print(f"{pattern or 'the model'}: {kind}")
         for style in each:

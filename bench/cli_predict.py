@@ -80,7 +80,7 @@ def predict(
     ranks = list(dict.fromkeys(arguments.numbers(world_size, "--world-size")))
     if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):
         raise typer.BadParameter("a measured time is that of one size and one number of ranks")
-    # As the functions refuse it; another tree costs the same.
+    # Refuse an order that the ops refuse. All trees cost the same.
     for num_ranks in ranks:
         arguments.order(order, num_ranks)
     try:
@@ -152,11 +152,11 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
 
 
 def show_hardware(console: Console) -> None:
-    """Every machine's numbers, each with its source; and the ops."""
+    """Print every machine's numbers, each with its source, and the ops."""
     from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
-    # An address stays whole, as long as it is.
+    # Do not break an address, however long.
     wrapped = partial(
         textwrap.fill, width=console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )

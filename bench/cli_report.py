@@ -1,4 +1,4 @@
-"""The commands that read rows: `fusedtp report | compare`; what is drawn and printed comes from rows alone."""
+"""Commands that draw and print stored rows: `fusedtp report | compare`."""
 
 from __future__ import annotations
 

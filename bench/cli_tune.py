@@ -1,4 +1,4 @@
-"""`fusedtp tune`: what `schedule="auto"` decides from, and with --kernels which tiles `fused` takes, measured here."""
+"""`fusedtp tune`: measure this machine for `schedule="auto"`; with --kernels, the fastest tiles of `fused`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from .tune_kernels import TileSearch
 
-# Of its median, how far apart a time's quartiles may be: on a quiet machine they are less.
+# Largest interquartile range over median that counts as quiet.
 NOISY = 0.2
 INTERPRETED = "interpreted: checked on CPU ranks, at tiny sizes; no time here means anything, and nothing is kept"
 TINY = (96, 80, 64)
-# Tokens of a model by default: decode, a batch of it, a short prompt, a long one.
+# Default tokens of a model: decode, a batch of it, a short prompt, a long prompt.
 TOKENS = "16,256,2048,8192"
 
 
@@ -109,7 +109,7 @@ def tune(
     if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
         raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
     if kernels:
-        # Where kernels are interpreted two ranks show what there is to see.
+        # With interpreted kernels nothing is stored, so two ranks are enough.
         sizes = world_sizes if world_size is not None or num_gpus else world_sizes[:1]
         asked = _asked(sizes, dtypes, model=model, tokens=tokens, shapes=shape, num_gpus=num_gpus)
         cases, of_all = _once(asked, console), 600.0 if seconds is None else seconds
@@ -147,7 +147,7 @@ def noisy(samples: Sequence[Sample]) -> str:
 
 
 def show_table(measured: Measurements, console: Console) -> None:
-    """Print the measurements, the fastest schedule of each, whether that is more than noise, and the rates."""
+    """Print the measurements, the fastest schedule of each, whether the difference exceeds noise, and the rates."""
     from .tables import CellTable, milliseconds
 
     lines, num_noise = [], 0
@@ -186,14 +186,14 @@ def _asked(
     world_sizes: Sequence[int], dtypes: Sequence[str], *, model: str | None, tokens: str | None,
     shapes: Sequence[str] | None, num_gpus: int,
 ) -> list[Case]:  # fmt: skip
-    # The sizes whose tiles are asked for; of the machine's own by default. BadParameter for what cannot be.
+    # Return the cases to tune, by default the machine's own sizes. BadParameter for sizes that cannot be tuned.
     from .tune import GPU_SHAPES
 
     if shapes and model:
         raise typer.BadParameter("--model gives the sizes: leave --shape out")
     if tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
-    # Wrong ones are told on any machine.
+    # Refuse wrong numbers on any machine.
     counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
     names = arguments.names(model, tuple(MODELS), "--model") if model else ()
     if names and num_gpus:
@@ -209,7 +209,7 @@ def _asked(
 
 
 def _decoded(case: Case) -> list[Case]:
-    # Few tokens are whole on every rank: what is summed is all-reduced.
+    # Few tokens are whole on every rank, so partial sums are all-reduced.
     if case.kind != "scatter" or case.M > ONE_KERNEL_ROWS:
         return []
     return [Case(MATMUL_ALL_REDUCE.name, case.M, case.N, case.K, case.dtype, case.world_size)]
@@ -232,7 +232,7 @@ def _once(found: Iterable[Case], console: Console) -> list[Case]:
 def tune_tiles(
     asked: Sequence[Case], target: Path, machine: dict[str, object], *, seconds: float, again: bool, console: Console
 ) -> None:
-    """Search, keep each finding at once where it was measured on GPUs, and show all; exit with 1 if a size failed."""
+    """Search, store each result at once if measured on GPUs, and show all; exit with 1 if a size failed."""
     from .tune_kernels import tune_kernels
 
     said = console.print
@@ -294,7 +294,7 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
 
 
 def show_current_tiles(table: Measurements, console: Console) -> None:
-    """Those of a file that are for this version's kernels; and how many are not."""
+    """Print a file's choices for this version's kernels, and the number of choices for others."""
     current = [each for each in table.kernels if each.version == version_here()]
     show_tiles(current, "measured on this machine", console)
     if others := len(table.kernels) - len(current):

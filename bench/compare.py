@@ -21,15 +21,15 @@ from .tables import SIZE, CellTable
 if TYPE_CHECKING:
     from rich.console import Console
 
-# what may differ without making the comparison meaningless, but must be known to whoever reads it
+# Fields that may differ between comparable runs, but must be shown.
 _CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver")
-# more rows of one kind than this are counted and not listed
+# Largest number of rows of one kind that are listed; more are only counted.
 _LISTED = 3
 
 
 @dataclass(frozen=True)
 class Change:
-    """One variant of one case: B's time over A's, each over its baseline's unless absolute. Above 1 is slower."""
+    """One variant of one case: time in B over A, each over its baseline unless absolute. Above 1 is slower."""
 
     before: Measurement
     after: Measurement
@@ -42,9 +42,9 @@ class Change:
 
 @dataclass
 class Comparison:
-    """`before`, `after`: what was measured in A and in B, `only_before`, `only_after`: what in one of them alone.
+    """Rows measured in A (`before`) and in B (`after`), or only in one of them (`only_before`, `only_after`).
 
-    `drifts`: the baselines' own B over A. `lost`: without a number in one of both.
+    `drifts`: the baselines' own B over A. `lost`: rows without a number in A or in B.
     """
 
     before: list[Measurement] = field(default_factory=list)
@@ -58,12 +58,12 @@ class Comparison:
 
 
 def machines(rows: Iterable[Measurement]) -> set[str]:
-    """Where the measured rows come from."""
+    """Return the machines of the measured rows."""
     return {row.machine for row in rows if measured(row)}
 
 
 def conditions(before: Sequence[Measurement], after: Sequence[Measurement]) -> list[str]:
-    """Return what differs between the two runs besides the code, one line each."""
+    """Return the differences between the two runs besides the code, one line each."""
     lines = []
     for name in _CONDITIONS:
         old, new = (sorted({str(getattr(row, name)) for row in rows if measured(row)}) for rows in (before, after))
@@ -117,13 +117,13 @@ def _section(row: Measurement) -> str:
 
 
 def in_common(found: Comparison) -> str:
-    """How many rows each file has, and how many of them the other one measured too."""
+    """Return how many rows each file has, and how many of them the other file has too."""
     both = len(found.before) - len(found.only_before) - sum(measured(a) is not None for a, _ in found.lost)
     return f"Timed rows: {len(found.before)} in A, {len(found.after)} in B, {both} in both (same case and variant)."
 
 
 def _apart(found: Comparison, everything: bool) -> list[str]:
-    # What could not be compared, and why: listed where it is little or everything is wanted, else counted.
+    # Rows that could not be compared, and why: listed if they are few or `everything` is set, else counted.
     kinds = {"only in A": found.only_before, "only in B": found.only_after}
     for a, b in found.lost:
         name, other, row = ("A", "B", a) if measured(a) is None else ("B", "A", b)
@@ -140,9 +140,9 @@ def _apart(found: Comparison, everything: bool) -> list[str]:
 
 
 def show(found: Comparison, console: Console, *, absolute: bool, confidence: float, everything: bool) -> None:
-    """Print what changed beyond its interval (all that was compared with `everything`), then what could not be.
+    """Print the rows that changed beyond their interval, then the rows that could not be compared.
 
-    Of that, what is not little is counted, and listed with `everything`.
+    If the latter are many, they are only counted. With `everything`, all rows are listed.
     """
     what = "B / A of times" if absolute else f"B / A of time / {BASELINE}"
     count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)

@@ -1,4 +1,4 @@
-"""`fusedtp doctor`: what this machine has, and which schedules will run on it and why."""
+"""`fusedtp doctor`: print this machine's hardware and software, and which schedules run on it and why."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None
     table.add_column(no_wrap=True)
     table.add_column()
     for name, text in lines:
-        # Text: what the system says is not markup
+        # Text, as output of the system is not markup.
         table.add_row(name, Text(text))
     console.print(table)
 
@@ -82,9 +82,9 @@ def version_lines() -> Iterator[tuple[str, str]]:
 
 
 def compiler() -> tuple[str, str]:
-    """(C compiler, what is missing), either "": what Triton builds kernels' launchers with when they first run.
+    """Return (C compiler, missing parts), either may be "": Triton builds kernels' launchers with the compiler.
 
-    As triton/runtime/build.py chooses it in 3.6 to 3.9: $CC, one word, else gcc, else clang, and Python's headers.
+    triton/runtime/build.py of 3.6 to 3.9 takes $CC, one word, else gcc, else clang, and Python's headers.
     """
     chosen = os.environ.get("CC")
     if chosen is None:
@@ -110,7 +110,7 @@ def compiler_lines() -> Iterator[tuple[str, str]]:
 
 
 def mode_lines() -> Iterator[tuple[str, str]]:
-    """Yield what each GPU is taken for, and which processes may use it."""
+    """Yield each GPU's entry in the table of hardware, and its compute mode unless default."""
     import torch
 
     from fusedtp.cost.hardware import of_gpu
@@ -204,7 +204,7 @@ class Findings:
     @property
     def lacks(self) -> str:
         """Return why `decomposed` and `fused` do not run, or "". On a GPU both start kernels."""
-        # A rank that has raised has its traceback below.
+        # If a rank raised, its traceback follows the first line.
         return self.missing if self.reached else f"ranks do not share memory: {self.detail.splitlines()[0]}"
 
     @property
@@ -238,7 +238,7 @@ class Findings:
 
 
 def find() -> Findings:
-    """Try two real ranks, for a few seconds, and read what was measured."""
+    """Try two real ranks, for a few seconds, and read the table of measurements."""
     from fusedtp.calls import tuning
 
     from .ranks import RankError, RankPool
@@ -256,7 +256,7 @@ def find() -> Findings:
 
 
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
-    """Yield what a group of two ranks of this machine finds."""
+    """Yield each schedule, and whether two ranks on this machine can run it."""
     from fusedtp.calls import tuning
     from fusedtp.calls.tuning import version_here
 

@@ -1,4 +1,4 @@
-"""Every picture that is made of rows; each is drawn within `theme.style`."""
+"""Pictures of stored rows; each is drawn within `theme.style`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .tables import milliseconds
 def overview(frame: pd.DataFrame) -> Any:
     """Return the picture beside the rows: speed-ups over unfused, a panel an op or a model, a bar a variant of a case.
 
-    None when nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey
-    where its interval has 1 in it. Cases are sorted by tokens. All panels share one logarithmic axis.
+    None if nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey if
+    its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -61,13 +61,13 @@ def overview(frame: pd.DataFrame) -> Any:
     return drawn
 
 
-# of an interval, or its inverse: one that was not measured goes on without end
+# Smallest end of an interval that is drawn, and inverse of the largest: an interval may be unbounded.
 _LEAST = 1 / 64
 _GREY = theme.colour("wait")
 
 
 def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: float) -> None:
-    # Groups by direction and number of ranks below each other, in each the cases.
+    # Stack groups of cases by direction and number of ranks.
     at, names = 0.0, {}
     on_left, on_right = {"x": -0.02, "ha": "right", "fontweight": "bold"}, {"x": 1.02, "ha": "left"}
     style = {"transform": axis.get_yaxis_transform(), "va": "center_baseline", "fontsize": 7}
@@ -98,22 +98,22 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
     axis.grid(axis="x")
 
 
-# the longest side over the shortest, up to which a problem counts as square
+# Largest ratio of the longest to the shortest side of a problem that counts as square.
 _SQUARE = 2.0
-# a size with as much arithmetic as another is set beside it
+# Factor between the places of two sizes with equal arithmetic.
 _APART = 1.16
 
 
 def time_curves(frame: pd.DataFrame) -> Any:
-    """Time against size, of one dtype, direction and model; None where no panel has two sizes.
+    """Return the picture of time against size of one dtype, direction and model; None if no panel has two sizes.
 
-    A panel an op (or a model's matmul) and number of ranks, a line a variant, bands of 20-80 %. Joined are only sizes
-    that are one problem grown: near-square ones, and those that differ in M alone. A size of its own is a marker
-    without a line. Both axes are logarithmic. What a model predicts is dashed, hollow and without a band.
+    There is a panel for each op (or a model's matmul) and number of ranks, with a line for each variant and bands of
+    20-80 %. Lines join only near-square sizes, and sizes that differ in M alone. Other sizes are markers without a
+    line. Both axes are logarithmic. Predictions are dashed and hollow, without a band.
     """
     shown = frame[frame["median_ms"].notna() & ~frame["variant"].isin(("own_matmul", "comm"))]
     shown = shown.assign(x=shown["M"].where(shown["model"] != "", shown["gflop"]).astype(float))
-    # of one panel: a size alone makes no curve
+    # Drop panels with one size, which makes no curve.
     shown = shown[shown.groupby(["matmul", "world_size"], observed=True)["size"].transform("nunique") > 1]
     if shown.empty:
         return None
@@ -129,7 +129,7 @@ def time_curves(frame: pd.DataFrame) -> Any:
         theme.log_scale(axis, "x")
         is_model, values = bool(members["model"].iloc[0]), sorted(set(members["x"]))
         axis.set_xlabel("tokens" if is_model else "GFLOP a rank")
-        # every number of tokens has its tick unless that would crowd them
+        # Give every number of tokens a tick, unless they would crowd.
         if is_model and len(values) <= 6:
             axis.set_xticks(values)
     for axis in axes[:, 0]:
@@ -162,16 +162,17 @@ def _curves(axis: Any, panel: pd.DataFrame) -> None:
             axis.plot(x, median, label=f"{variant} (20-80 %)", markersize=4, linewidth=1.4, zorder=3, **style)
 
 
-# colours are full at this ratio, or its inverse
+# Colours saturate at this ratio and at its inverse.
 _FULL = np.log(2.0)
 _SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
 
 
 def speedup_map(frame: pd.DataFrame) -> Any:
-    """Speed-up over unfused by size and number of ranks, of one direction and model; None without several of both.
+    """Return the map of speed-ups over unfused by size and number of ranks; None without several of both.
 
-    A row a schedule, a column an op or a model's matmul. Blue is faster than unfused, orange slower, as far from white
-    as the ratio's logarithm. A ratio whose interval has 1 in it is written with a ~, on white.
+    All lines have one direction and model. There is a row for each schedule, a column for each op or model's matmul.
+    Blue is faster than unfused, orange slower, as far from white as the ratio's logarithm. A ratio whose interval
+    contains 1 has a ~, on white.
     """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
@@ -221,19 +222,19 @@ PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "t
 
 
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
-    """total_ms by PARTS; without a time for communication (NaN) all excess over the matmul is the rest."""
+    """Split total_ms into PARTS; if comm_ms is NaN, all time beyond the matmul is the rest."""
     matmul = min(total_ms, matmul_ms)
     exposed = 0.0 if math.isnan(comm_ms) else min(total_ms - matmul, comm_ms)
     return dict(zip(PARTS, (matmul, exposed, total_ms - matmul - exposed), strict=True))
 
 
 def time_parts(frame: pd.DataFrame) -> Any:
-    """Where the time of one direction, model and number of ranks goes, case by case, in % of unfused, and its bound.
+    """Return the picture of the parts of each case's time, in % of unfused, and its bound.
 
-    None where matmul and unfused were not both timed. A schedule's time is parted by what was measured alone in the
-    same rounds: the matmul's time, then of what is beyond it at most the communication's (exposed: it was not hidden),
-    then the rest. That is an account, not a trace: a matmul that communication slows down shows as exposed
-    communication or as the rest.
+    All lines have one direction, model and number of ranks. None unless matmul and unfused were both timed. A
+    schedule's time is split by the times measured alone in the same rounds: first the matmul, then exposed
+    communication, at most the collective's time, then the rest. That is an account, not a trace: a matmul that
+    communication slows down shows as exposed communication or as the rest.
     """
     from matplotlib.lines import Line2D
 
@@ -267,7 +268,7 @@ def time_parts(frame: pd.DataFrame) -> Any:
                     axis.barh(at, percent * part, left=left, height=0.8, **theme.bar(kind))
                     left += percent * part
                 names[at], longest = str(name), max(longest, left, ends)
-                # behind the bound where that is further on, not across it
+                # To the right of the bar and of the bound.
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
                 axis.text(max(left, ends) + 2, at, f"{milliseconds(ms)} ms", **style)
             at += 1.6
@@ -281,5 +282,5 @@ def time_parts(frame: pd.DataFrame) -> Any:
 
 
 def _bound_line(by: str) -> dict[str, Any]:
-    # Through where the matmul bounds all schedules, broken where a collective bounds some of them.
+    # Solid if the matmul bounds all schedules, dashed if a collective bounds some of them.
     return {"color": theme.colour("ink"), "linewidth": 1.6, "linestyle": "-" if by == "matmul" else (0, (1.6, 1.0))}

@@ -1,10 +1,10 @@
-"""Ranks that are forked from one process which has imported torch, the most of what starting an interpreter takes.
+"""Fork ranks from one server process that has imported torch, as that import dominates an interpreter's start.
 
-The server (`rank_main.serve`) forks before anything of torch has run, so a rank has all of its own: threads, CUDA,
+The server (`rank_main.serve`) forks before any of torch's code runs, so a rank has its own threads, CUDA context and
 process groups.
 
-multiprocessing's forkserver was tried: it has one environment for all that it forks, runs the body of the parent's
-`__main__` in every child, and leaves its socket's folder behind where the parent is killed.
+multiprocessing's forkserver has one environment for all children, runs the body of the parent's `__main__` in every
+child, and leaves its socket's folder behind if the parent is killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 
 class Forked:
-    """A forked process, with what is needed of subprocess.Popen. Its exit status comes through a pipe."""
+    """A forked process, with the methods of subprocess.Popen that ranks need. Its exit status comes through a pipe."""
 
     def __init__(self, pid: int, pidfd: int, status_fd: int) -> None:
         self.pid = pid
@@ -30,11 +30,11 @@ class Forked:
         self._pidfd, self._status_fd = pidfd, status_fd
 
     def poll(self) -> int | None:
-        """Its exit status if it has ended: negative for a signal."""
+        """Return the exit status if the process has ended: negative for a signal."""
         return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status. subprocess.TimeoutExpired after `timeout` seconds."""
+        """Return the exit status. subprocess.TimeoutExpired after `timeout` seconds."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"rank process {self.pid}", timeout or 0.0)
@@ -42,15 +42,15 @@ class Forked:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and select.select([self._status_fd], [], [], timeout)[0]:
-            # Nothing where the server has ended, which all that it has forked end with.
+            # The pipe is empty if the server has ended, and its children with it.
             self.returncode = int(os.read(self._status_fd, 16) or -signal.SIGKILL)
             os.close(self._status_fd)
             os.close(self._pidfd)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        # A process may end behind `poll`, and before its status has come.
+        """Send a signal, unless the process has ended."""
+        # The process may end after `poll`, before its status arrives.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -61,7 +61,7 @@ class Forked:
 
 
 class ForkServer:
-    """Forks processes with the environment `env`; they end at the latest with the thread that has made this."""
+    """Forks processes with the environment `env`, which end at the latest with the thread that made the server."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.env, self.num_pools = dict(env), 0
@@ -70,7 +70,7 @@ class ForkServer:
             sys.executable, "-P", str(Path(__file__).with_name("rank_main.py")), str(theirs.fileno()), str(os.getpid()),
         ]  # fmt: skip
         try:
-            # Its own session: Ctrl-C reaches the parent only, which then ends the ranks.
+            # In a session of its own, as Ctrl-C must reach only the parent, which then ends the ranks.
             self.process = subprocess.Popen(
                 command, env=self.env, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
             )
@@ -81,13 +81,13 @@ class ForkServer:
             theirs.close()
 
     def serves(self, env: Mapping[str, str]) -> bool:
-        """Whether it goes on, and gives what it forks this environment."""
+        """Return whether the server runs and forks processes with this environment."""
         return self.env == env and self.process.poll() is None
 
     def fork(self, fds: Sequence[int]) -> Forked:
         """Return a process that serves as a rank over `fds`, a pipe and a file for stacks.
 
-        ConnectionError where the server has ended.
+        ConnectionError if the server has ended.
         """
         status, theirs = os.pipe()
         try:
@@ -101,19 +101,19 @@ class ForkServer:
         return Forked(int(message), pidfd, status)
 
     def release(self) -> None:
-        """Close it, as a pool needs it no longer, unless it is kept."""
+        """Release the server from one pool; close it unless it is kept."""
         self.num_pools -= 1
         if _kept is None or self not in _kept:
             self.close()
 
     def close(self) -> None:
-        """End the server, and what it has forked."""
+        """End the server and the processes that it forked."""
         self._socket.close()
         self.process.kill()
         self.process.wait()
 
 
-# Servers that stay when nobody uses them, while `kept` is entered, and how many may.
+# Servers that stay while unused, inside `kept`, and the largest number of them.
 _kept: list[ForkServer] | None = None
 _MOST_KEPT = 3
 
@@ -135,7 +135,7 @@ def kept() -> Iterator[None]:
 
 
 def server_for(env: Mapping[str, str]) -> ForkServer:
-    """One that gives what it forks this environment, until it is released."""
+    """Return a server that forks processes with this environment, to be released after use."""
     server = None
     if _kept is not None and threading.current_thread() is threading.main_thread():
         server = next((each for each in _kept if each.serves(env)), None)

@@ -1,9 +1,12 @@
 """Rows as one pandas frame: the grouping, the order and the names that tables, pictures and the page share.
 
-A line is a row with what follows from it: `matmul`, the op in words or the layer of a model; its `size`, and `where`
-that is among those of its matmul; a rank's `gflop`; `speedup`, the median of unfused over its own in the same
-interleaved rounds, and the interval's `low` and `high`. Names are categories, so that lines, and the parts of every
-`groupby`, come in the order in which they are shown.
+A line is a row with derived columns:
+- `matmul`: the op in words, or the layer of a model.
+- `size`, `where`: M x N x K, and the tokens or the size with the dtype.
+- `gflop`: of a rank.
+- `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
+
+Names are categories, so lines and the parts of every `groupby` come in the order in which they are shown.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from .intervals import measured, ratio
 from .store import Measurement
 
 BASELINE = "unfused"
-# What the lines of one case share, in the order of cases; `place` is where the case first stands among the rows.
+# Columns that the lines of one case share, in sort order; `place` is the case's first position among the rows.
 CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "M", "place"]
 _KNOWN = {
     "op": OPS,
@@ -31,7 +34,7 @@ _KNOWN = {
 
 
 def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
-    """All rows, also those that are predicted and those without a time."""
+    """Return all rows as a frame, also predicted rows and rows without a time."""
     rows = list(rows)
     bases = {(row.machine, row.case): row for row in rows if row.variant == BASELINE and not row.predicted}
     places: dict[Any, int] = {}
@@ -39,12 +42,12 @@ def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
     for row in rows:
         case = row.machine, row.case
         lines.append(_line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))})
-    # of no row: the columns without lines
+    # Without rows: the columns without lines.
     made = pd.DataFrame(lines or [_line(_ANY, None) | {"place": 0}]).head(len(rows))
     optional = [name for name, kind in Measurement.__annotations__.items() if kind == "float | None"]
     made = made.astype(dict.fromkeys(optional, "float64"))
     for name, known in _KNOWN.items():
-        # those that are not known: layers in the order of the rows
+        # Unknown names, such as layers, follow in the order of the rows.
         made[name] = pd.Categorical(made[name], list(dict.fromkeys((*known, *made[name]))), ordered=True)
     return made.sort_values([*CASE, "variant", "predicted"], kind="stable", ignore_index=True)
 
@@ -89,22 +92,22 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """Return the values of these columns that lines have, each with its lines, in order."""
+    """Return each combination of values in these columns with its lines, in order."""
     return iter(() if frame.empty else frame.groupby(list(columns), observed=True, sort=True))
 
 
 def each(lines: pd.DataFrame, name: str) -> str:
-    """Return what a column has, each once."""
+    """Return the distinct values of a column, joined."""
     return ", ".join(sorted({str(value) for value in lines[name]} - {"", "0"}))
 
 
 def records(frame: Any) -> list[dict[str, Any]]:
-    """Return the lines by column."""
+    """Return the lines as dicts by column."""
     return list(frame.to_dict("records"))
 
 
 def cases(frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Of every case its first line, and its lines by variant."""
+    """Yield the first line of every case, and its lines by variant."""
     for _, part in parts(frame, *CASE):
         yield records(part)[0], part.set_index(part["variant"].astype(str))
 
@@ -112,23 +115,23 @@ def cases(frame: pd.DataFrame) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
 def bound(case: pd.DataFrame) -> tuple[float, str]:
     """Return the longer of the matmul and the backend's collective, each alone, in ms, and which of them it is.
 
-    (NaN, "") where it is not known. The matmul bounds every schedule; the collective only those that send through the
-    backend, which decomposed and fused do not: theirs is another way.
+    (NaN, "") if unknown. The matmul bounds every schedule. The collective bounds only schedules that send through the
+    backend: not decomposed and fused.
     """
     medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["bound_ms"].dropna()
     longest = float(given.iloc[0]) if not given.empty else float(medians.max(skipna=False))
     if math.isnan(longest):
         return longest, ""
-    # a pass that sends nothing has no collective: NaN is not more
+    # A pass that sends nothing has NaN for its collective, which compares as False.
     is_collective = medians["comm"] > medians["matmul"]
     return longest, f"{case['backend'].get('comm') or 'the backend'}'s collective" if is_collective else "matmul"
 
 
 def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]:
-    """Of each model's block in each direction: what its cases share, and what its matmuls take together, by variant.
+    """Return for each model's block and direction what its cases share, and the total ms of its matmuls by variant.
 
-    In ms. A total is there only where every matmul of the block passed its check and has a time in that variant,
-    measured in one commit on one machine. What is not a matmul (norms, attention itself, activations) is in none.
+    A variant has a total only if every matmul of the block passed its check and has a time, measured in one commit on
+    one machine. Norms, attention itself and activations are not included.
     """
     shared = ["model", "tokens", "world_size", "dtype", "direction", "machine"]
     lines = timed(frame)
@@ -145,7 +148,7 @@ def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]
 
 
 def crossover(ratios: Sequence[float], where: Sequence[str]) -> str:
-    """From which size on a speed-up is at least 1, in words; sizes in the order of their arithmetic."""
+    """Return in words the size from which on a speed-up is at least 1; sizes in the order of their arithmetic."""
     wins = [ratio >= 1.0 for ratio in ratios]
     if all(wins) or not any(wins):
         return "always" if all(wins) else "never"
@@ -155,9 +158,9 @@ def crossover(ratios: Sequence[float], where: Sequence[str]) -> str:
 
 
 def standings(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
-    """Every schedule against unfused over the cases on two ranks or more that share these columns, a line each.
+    """Return every schedule against unfused over the cases on two ranks or more that share these columns, a line each.
 
-    A case is won or lost where the interval of its speed-up leaves out 1; what is between is a tie.
+    A case is won or lost if the interval of its speed-up excludes 1, else a tie.
     """
     from scipy import stats
 
@@ -177,7 +180,7 @@ def standings(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def overall(frame: pd.DataFrame) -> pd.DataFrame:
-    """`standings` by direction, the best first."""
+    """Return `standings` by direction, the best first."""
     found = standings(frame, "direction")
     if found.empty:
         return found

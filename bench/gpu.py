@@ -1,9 +1,9 @@
 """Check and time the kernels on one GPU within ten minutes: `python -P -m fusedtp.bench.gpu`. See docs/gpu.md.
 
-The command runs the items of `PLAN` in order, each a function of a `Run` in a process of its own, with a time of its
-own. A process that dies, as after an illegal memory access, is followed by one behind the case that it died in. The run
-ends in time, and every item has a row. Behind the first item, as many processes as there are cores compile the kernels
-that the timed items launch.
+The command runs the items of `PLAN` in order. Each item is a function of a `Run`, with its own process and time limit.
+If a process dies, for example after an illegal memory access, another process continues after the case that failed. The
+run ends in time, and every item has a row. After the first item, one process for each core compiles the kernels that
+the timed items launch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def normal(dtype: str, *shape: int, seed: int) -> Tensor:
 
 
 class Factors:
-    """x [M, K] and a weight [N, K] transposed to [K, N], with their product in float64, made when it is asked for."""
+    """x [M, K] and a weight [N, K] transposed to [K, N], with their product in float64, made on demand."""
 
     def __init__(self, dtype: str, M: int, N: int, K: int, seed: int) -> None:
         self.a, self.b = normal(dtype, M, K, seed=2 * seed), normal(dtype, N, K, seed=2 * seed + 1).t()
@@ -83,7 +83,7 @@ class Factors:
         return self.product().check(out, self.a.dtype, "result")
 
     def filled(self, fill: preset.Fill, arenas: preset.Arenas | None = None, *, transposed: bool = False) -> Variant:
-        """Return what fills a C of its own. transposed: with adjacent rows."""
+        """Return the variant that fills its own C. transposed: C has adjacent rows."""
         M, N = self.a.shape[0], self.b.shape[1]
         out = preset.poisoned(self.a, N, M).t() if transposed else preset.poisoned(self.a, M, N)
         return Variant(partial(fill, out), lambda: self.check(out), arenas)
@@ -98,7 +98,7 @@ class Factors:
 
 
 def versions(run: Run) -> None:
-    """Say what the machine is, and multiply once in float32 and in bfloat16."""
+    """Add a row that describes the machine, and multiply once in float32 and in bfloat16."""
     found = sys.version.split()[0], torch.__version__, torch.version.cuda, triton.__version__
     run.ask("python, torch, cuda, triton", lambda: found)
     if run.device.type == "cuda":
@@ -112,7 +112,7 @@ def versions(run: Run) -> None:
 
 
 def fabric() -> str:
-    """Return NVML's word on the fabric of NVLinks that GPU 0 is in."""
+    """Return NVML's state of the NVLink fabric of GPU 0."""
     nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
     # nvmlGpuFabricInfo_t in nvml.h: the cluster's 16 bytes, status, clique, and the state in one byte.
     info = (ctypes.c_uint32 * 7)()
@@ -129,7 +129,7 @@ def plain(dtype: str, *size: int) -> Variants:
 
 
 def block_sizes(tokens: int, layers: slice) -> list[Size]:
-    """Return what one rank multiplies in a block of Llama 3 8B on four ranks and of 70B on eight."""
+    """Return the matmul sizes of one rank in a block of Llama 3 8B on four ranks and of 70B on eight."""
     found = []
     for model, ranks in (("llama3-8b", 4), ("llama3-70b", 8)):
         for each in block(model, tokens, ranks, "bfloat16")[layers]:
@@ -150,7 +150,7 @@ def matmul(run: Run) -> None:
             run.case("matmul", size, dtype, partial(plain, dtype))
 
 
-# The longest check of ranks.
+# Longest check on ranks.
 RANKS_SECONDS = 50.0
 
 TILES = (
@@ -177,7 +177,7 @@ def gather(
     dtype: str, ranks: int, *size: int, along: int = 0, in_place: bool = True, transposed: bool = False,
     pushed: bool = True,
 ) -> Variants:  # fmt: skip
-    """Make all-gather + matmul, x cut along rows or contraction. in_place: the own shard is read where it lies."""
+    """Make all-gather + matmul, x cut along rows or contraction. in_place: the own shard is read in place."""
     operands, sizes = Factors(dtype, *size), even_sizes(size[2 * along], ranks)
     shard = operands.a.narrow(along, offsets(sizes)[preset.RANK], sizes[preset.RANK]).clone()
     # Rows that are not contiguous go through the own arena.
@@ -249,7 +249,7 @@ def _values(a: Quantized, w: Quantized) -> tuple[Tensor, Tensor]:
 UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), (8, (512, 7168, 8192))
 DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), (8, (512, 8192, 3584))
 FEW = (8, (16, 8192, 3584)), (8, (64, 8192, 3584))
-# The most telling first.
+# The most informative cases first.
 FUSED: dict[str, tuple[Callable[..., Variants], Sequence[tuple[int, Size]]]] = {
     "gather rows": (gather, UP),
     "scatter": (scatter, DOWN),
@@ -265,7 +265,7 @@ FUSED: dict[str, tuple[Callable[..., Variants], Sequence[tuple[int, Size]]]] = {
 
 
 def hooks(run: Run) -> None:
-    """Time fused kernels whose signals are raised before, beside the own matmul."""
+    """Time fused kernels with all signals raised in advance, beside the own matmul."""
     for name, (make, sizes) in FUSED.items():
         for ranks, size in sizes:
             run.case(name, size, "bfloat16", partial(make, "bfloat16", ranks), world_size=ranks)
@@ -274,7 +274,7 @@ def hooks(run: Run) -> None:
 
 
 def pushers(run: Run) -> None:
-    """Time a gather of the own rows alone, sent to seven peers by so many programs."""
+    """Time a gather of the own rows alone, sent to seven peers, by number of sending programs."""
 
     def make(*size: int) -> Variants:
         operands, sizes = Factors("bfloat16", *size), (0, size[0], *[0] * 6)
@@ -290,7 +290,7 @@ def pushers(run: Run) -> None:
 
 
 def link(run: Run) -> None:
-    """Time a gather whose peer lies in pinned host memory, copied by a copy engine beside the matmul."""
+    """Time a gather whose peer's rows are in pinned host memory, copied by a copy engine beside the matmul."""
     if run.device.type != "cuda":
         run.rows.add(NOT_RUN, item="link", detail="there is no copy engine on a CPU", dry_run=run.dry_run)
         return
@@ -300,7 +300,7 @@ def link(run: Run) -> None:
 
 
 def linked(M: int, N: int, K: int, seed: int) -> Variants:
-    """Make a gather of two halves of rows: rank 0's come from the host, with a signal behind each piece."""
+    """Make a gather of two halves of rows: rank 0's come from the host, with a signal after each piece."""
     operands, rows, side = Factors("bfloat16", M, N, K, seed), M // 2, torch.cuda.Stream(priority=-1)
     a, b, far = operands.a, operands.b, operands.a[:rows].cpu().pin_memory()
     config = config_for(a.device, a.dtype, rows, N)
@@ -308,7 +308,7 @@ def linked(M: int, N: int, K: int, seed: int) -> Variants:
     piece = piece_rows(K * a.itemsize, config)
     part, words = part_rows(K * a.itemsize, piece), arenas.words(preset.RANK)
     signals = words.view(torch.uint32)
-    # Rank 0's signals, beside the own; the half of the first epoch, which does not end.
+    # Rank 0's signals, next to the own signals, and the half of the first epoch, which never ends.
     first, count = SIGNALS.value + 2 * FIRST_SLOT.value, -(-rows // piece)
     near = arenas.view(preset.RANK, 1, 0, rows, K, a.dtype)
     (multiply,), waiting = operands.own().values(), operands.filled(fill)
@@ -356,7 +356,7 @@ def memcheck(run: Run) -> None:
         return
 
     def sanitized() -> str:
-        # The run above, whose rows go to the same file. Without torch's cache what lies behind a tensor is nobody's.
+        # The child process adds rows to the same file. Without torch's cache, memory past a tensor is unallocated.
         shared = json.dumps(dict(run.rows.shared))
         env = os.environ | {"FUSEDTP_SANITIZED": shared, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         tool = (found, "--tool", "memcheck", "--error-exitcode", "86")
@@ -376,7 +376,7 @@ Check: TypeAlias = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 def on_ranks(run: Run, dtype: str, checks: Mapping[str, Check]) -> None:
-    """Run checks on two ranks that share the GPU: by name a function of `gpu_ranks` and its arguments."""
+    """Run checks on two ranks that share the GPU; each check is a function of `gpu_ranks` and its arguments."""
     if run.share is not None:
         return
     with RankPool(2, timeout=RANKS_SECONDS) as pool:
@@ -457,11 +457,11 @@ PLAN = {
     "doctor": Item(40, doctor, "fusedtp doctor"),
 }
 
-# What ending the run may take; what an item needs to begin.
+# Time to end the run, and the least time in which an item may begin.
 END_SECONDS, LEAST_SECONDS = 5.0, 6.0
-# How long kernels are compiled before the timed items, and the name of these rows.
+# Seconds for compiling kernels before the timed items, and the name of these rows.
 COMPILE_SECONDS, KERNELS = 45.0, "kernels"
-# Processes of one item.
+# Most processes of one item.
 MAX_STARTS = 3
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1", "FUSEDTP_TUNING": "off", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -471,7 +471,7 @@ ENVIRONMENT = {
 
 
 def compile_kernels(items: Sequence[str], rows: RowsFile, shared: Mapping[str, str], end: float) -> None:
-    """Compile the kernels of the timed items, in a process a core; an item compiles what is not ready in time."""
+    """Compile the kernels of the timed items in a process for each core; items compile the kernels that are missing."""
     items = [item for item in items if PLAN[item].compiles]
     if not torch.cuda.is_available() or not items:
         rows.add(NOT_RUN, item=KERNELS, detail="nothing is compiled beforehand")
@@ -493,7 +493,7 @@ def work(
 ) -> int:  # fmt: skip
     """Run the items' cases in this process, or compile its share of their kernels; return how many were compiled.
 
-    Rows go to `path`, what is printed to the text beside it.
+    Rows go to `path`, output to the text file beside it.
     """
     with path.with_suffix(".txt").open("a") as text:
         os.dup2(text.fileno(), 1)
@@ -550,7 +550,7 @@ def run_all(items: Sequence[str], out: Path, end: float, *, dry_run: bool, commi
     shared |= {"run": now(), "machine": here.name, "commit": commit or here.commit}
     print(*(f"{name} {value}" for name, value in shared.items() if value), sep=", ")
     with forks.kept():
-        # Behind an item that is told first, if it compiles little itself.
+        # Compile after the first item, if that item compiles little itself.
         place = 0 if PLAN[items[0]].compiles else 1
         todo = [*items[:place], KERNELS, *items[place:]]
         for number, item in enumerate(todo, 1):
@@ -613,7 +613,7 @@ def gpu(
 
 
 if __name__ == "__main__":
-    # Processes find what they are to run by the name of its module.
+    # Child processes look up functions by module name.
     from fusedtp.bench.gpu import gpu as command
 
     arguments.run(command)

@@ -1,4 +1,4 @@
-"""Cases of the GPU command (`bench.gpu`): check what is launched, time it beside a baseline, add a row at once.
+"""Cases of the GPU command (`bench.gpu`): check a launch, time it beside a baseline, add a row at once.
 
 A failed check is WRONG in a row, any other exception ERROR, and neither costs the other variants their rows.
 """
@@ -30,15 +30,15 @@ from .store import cell, now
 from .timing import measure
 
 PASSED, WRONG, ERROR, NOT_RUN, CUT, NOT_REACHED = "passed", "WRONG", "ERROR", "not run", "cut", "not reached"
-# A case that takes longer ends its process: the next one goes on behind it.
+# A case that takes longer ends its process; the next process continues after the case.
 CASE_SECONDS = 60.0
-# Failures alike that end an item.
+# Number of equal failures that end an item.
 MAX_ALIKE = 3
 # No size of a dry run is larger.
 DRY_SIZE = 256
 
-# Of a row. Times are in ms, and only what passed has any. detail: what is wrong, or what was answered. baseline_ms: the
-# first variant's median in the same interleaved rounds. error_ratio: the largest error over what rounding may leave.
+# Columns of a row. Times are in ms, for passed rows only. detail: the error, or the answer. baseline_ms: the first
+# variant's median in the same interleaved rounds. error_ratio: the largest error over the allowed error.
 MEASURED = "error", "error_ratio", "median_ms", "p20_ms", "p80_ms", "baseline_ms", "rounds", "tflops", "gbps"
 COLUMNS = (
     "run", "item", "case", "op", "variant", "M", "N", "K", "dtype", "world_size", "status", "detail", *MEASURED,
@@ -46,11 +46,11 @@ COLUMNS = (
 )  # fmt: skip
 
 Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
-Checked: TypeAlias = tuple[float, float]  # the largest error, and the largest error over what is allowed
+Checked: TypeAlias = tuple[float, float]  # largest error, largest error / allowed error
 
 
 class RowsFile:
-    """The rows of one item: a CSV file that each is appended to at once. shared: the columns that all have alike."""
+    """The rows of one item: a CSV file to which each row is appended at once. shared: columns equal in all rows."""
 
     def __init__(self, path: Path, shared: Mapping[str, object]) -> None:
         self.path, self.shared = path, shared
@@ -61,7 +61,7 @@ class RowsFile:
             path.write_text(header)
 
     def add(self, status: str = PASSED, **values: object) -> None:
-        """Append a row, and print it in short."""
+        """Append a row, and print a short form."""
         row = {**self.shared, "status": status, "time_utc": now(), **values}
         assert not row.keys() - set(COLUMNS), row
         text = io.StringIO()
@@ -73,10 +73,10 @@ class RowsFile:
 
 
 class Variant(NamedTuple):
-    """What is launched, and what checks its result.
+    """A launch and the check of its result.
 
-    - arenas: their waits are bounded while it is checked.
-    - num_bytes: what it moves, if it multiplies nothing.
+    - arenas: their waits are bounded during the check.
+    - num_bytes: bytes moved, for a launch without a matmul.
     """
 
     launch: Callable[[], object]
@@ -89,7 +89,7 @@ Variants: TypeAlias = dict[str, Variant]
 
 
 class ItemEnded(Exception):
-    """An item had as many failures alike as it may have."""
+    """An item reached its limit of equal failures."""
 
 
 class Run:
@@ -108,7 +108,8 @@ class Run:
         accumulate_in_float32()
 
     def _attempt(self, work: Callable[[dict[str, Any]], object], **shape: object) -> None:
-        # Give `work` the columns of a case that is this process's and new. An exception becomes a row.
+        # Call `work` with the columns of a case, if the case is new and in this process's share. An exception becomes a
+        # row.
         key = (self.item, *shape.values())
         if key in self._seen:
             return
@@ -132,9 +133,9 @@ class Run:
     def failed(self, columns: Mapping[str, Any], error: Exception) -> None:
         """Add the row of a failed check, or of another exception; print the traceback.
 
-        ItemEnded after `MAX_ALIKE` failures that differ in nothing but numbers, SystemExit where the device is lost.
+        ItemEnded after `MAX_ALIKE` failures that differ only in numbers, SystemExit if the device is lost.
         """
-        # Of ranks the cause is what one of them has raised.
+        # The cause of a RankError is the exception of one rank.
         cause = error.__cause__ if isinstance(error, RankError) and error.__cause__ else error
         wrong = isinstance(cause, AssertionError)
         text = (str(cause).strip() or "no message").splitlines()[0][:400]
@@ -155,9 +156,9 @@ class Run:
         self, op: str, size: Size, dtype: str, make: Callable[..., Variants], *, world_size: int = 1,
         seconds: float = 0.6, launches: int = 1, timed: bool = True,
     ) -> None:  # fmt: skip
-        """Check what `make(M, N, K, seed)` returns by name, then time two draws of it in turns.
+        """Check each variant that `make(M, N, K, seed)` returns, then time two draws of it in turns.
 
-        The first variant is the baseline: it is timed alone, and has its row, before another one is launched.
+        The first variant is the baseline: it is timed alone, and its row added, before another variant is launched.
         """
         M, N, K = (min(n, DRY_SIZE) for n in size) if self.dry_run else size
 
@@ -166,7 +167,7 @@ class Run:
                 with only_loading():
                     for variant in make(M, N, K, 0).values():
                         variant.launch()
-                # As many processes as there are cores have one device's memory.
+                # One process for each core shares the device's memory.
                 torch.cuda.empty_cache()
                 return
             draws = [make(M, N, K, seed) for seed in range(2 if timed else 1)]
@@ -217,6 +218,6 @@ class Run:
                 for name, found in times.items()}  # fmt: skip
 
     def ask(self, op: str, answer: Callable[[], object], **shape: object) -> None:
-        """Add a row with what `answer` returns, in words, unless this process only compiles."""
+        """Add a row with the text of `answer()`, unless this process only compiles."""
         if self.share is None:
             self._attempt(lambda columns: self.rows.add(detail=str(answer())[:2000], **columns), op=op, **shape)

@@ -1,6 +1,6 @@
-"""Check two ranks that share one GPU: ops, layers and gradients, collectives, captured graphs, a peer that is missing.
+"""Check two ranks that share one GPU: ops, layers and gradients, collectives, captured graphs, a missing peer.
 
-Each function is run by every rank of a `RankPool` (`bench.gpu`). Ranks that share a GPU are time-sliced, so nothing is
+Every rank of a `RankPool` (`bench.gpu`) runs each function. Ranks that share a GPU are time-sliced, so nothing is
 timed. On a machine without a GPU the kernels are interpreted.
 """
 
@@ -27,21 +27,21 @@ from .operands import Operands, device_here, passes
 from .oracle import accumulate_in_float32
 from .problem import Problem
 
-# M, N, K: one tile and less; tiles that do not divide; several waves of tiles. A dry run has the first.
+# M, N, K: one tile and less; sizes that are no multiples of tiles; several waves of tiles. A dry run has the first.
 SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
 TINY = (21, 18, 14)
 LAYERS = {
     "all_gather_linear": "all_gather_matmul", "linear_reduce_scatter": "matmul_reduce_scatter",
     "linear_all_reduce": "matmul_all_reduce",
 }  # fmt: skip
-# Of each wait in a kernel: far under what a check may take; and of the wait that is to end without its peer.
+# Timeouts: of each wait in a kernel, far below the limit of a check; and of the wait for a missing peer.
 WAIT_SECONDS, MISSING_SECONDS = 20.0, 2.0
 
 
 def prepare() -> torch.device:
     """Make fresh memory NaN and the library's matmuls accumulate in float32, as the derived bound assumes."""
     accumulate_in_float32()
-    # Deterministic mode is what makes the allocator fill; its own refusals are turned into warnings.
+    # Only deterministic mode makes the allocator fill memory; "warn" turns the mode's errors into warnings.
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     registry.set_timeout(WAIT_SECONDS)
@@ -49,7 +49,7 @@ def prepare() -> torch.device:
 
 
 def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
-    """Return what to ask an op for: a ring is a kernel, and a process group picks its own."""
+    """Return the algorithms of an op to check: a ring is a kernel, and a process group picks its own."""
     return tuple(each for each in op.algorithms if each != "ring" or schedule == "fused") or ("auto",)
 
 
@@ -75,7 +75,7 @@ def layer(
 
 
 def copies(group: ProcessGroup, size: tuple[int, int, int]) -> None:
-    """Check layers whose gathers are copied by rank 0 and pushed by the others, then copied by all."""
+    """Check layers in which rank 0 copies gathered rows and the others push them, then all copy."""
     for everybody in (False, True):
         producer = "copy" if everybody or group.rank() == 0 else "push"
         for op in LAYERS:
@@ -113,7 +113,7 @@ def collectives(group: ProcessGroup, dtype: str, size: tuple[int, int]) -> None:
 
 
 def missing(group: ProcessGroup) -> str:
-    """Check that a rank whose peer never comes raises `PeerTimeout` with the peer's number; return its words."""
+    """Check that a rank raises `PeerTimeout` with the number of a missing peer; return the message."""
     device, said = prepare(), ""
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
     fusedtp.all_reduce(x, group=group, schedule="fused")
@@ -126,14 +126,14 @@ def missing(group: ProcessGroup) -> str:
         except fusedtp.PeerTimeout as error:
             said = str(error)
         assert "rank 1" in said, f"rank 1 did not come, and this was said: {said!r}"
-    # By the backend: the peer stays until rank 0 has given it up.
+    # A barrier of the backend keeps the peer alive until rank 0's timeout.
     dist.barrier(group=group)
     fusedtp.destroy()
     return said
 
 
 def trees(group: ProcessGroup, dtype: str, size: tuple[int, int, int]) -> str:
-    """Check sums in the order of a tree: the bits of one rank, forward and backward."""
+    """Check that sums in the order of a tree equal those of one rank bit for bit, forward and backward."""
     device, count, n, rank = prepare(), 0, group.size(), group.rank()
     alone, _ = dist.new_subgroups(1)
     bias = torch.randn(size[1], generator=torch.Generator().manual_seed(1)).to(device, getattr(torch, dtype))
@@ -166,7 +166,7 @@ def trees(group: ProcessGroup, dtype: str, size: tuple[int, int, int]) -> str:
 
 
 def captured(step: Callable[[], list[Tensor]], device: torch.device) -> tuple[Callable[[], Any], list[Tensor]]:
-    """Return what replays `step`, and the tensors that a replay fills. A CPU without graphs runs the step again."""
+    """Return a function that replays `step`, and the tensors that a replay fills. A CPU runs the step again."""
     if device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -204,7 +204,7 @@ def replays(group: ProcessGroup, times: int) -> None:
             expected = once("unfused")
             _synchronize(device)
             torch.testing.assert_close(y, expected, rtol=0.05, atol=0.5)
-            # An op that the host drives must know how far the replays have come.
+            # An op that the host drives must find the epoch that the replays have reached.
             torch.testing.assert_close(once("decomposed"), expected, rtol=0.05, atol=0.5)
     fusedtp.destroy()
 
@@ -227,7 +227,7 @@ def replays_of_a_layer(group: ProcessGroup, times: int) -> None:
         return [y, *torch.autograd.grad(y, (x, up, down), dy)]
 
     _warm_up(step, device)
-    # Twice, on one stream: the second begins with an op that leaves alone the side stream that the first has used.
+    # Twice on one stream: the second run begins with an op that does not use the side stream of the first.
     for _ in range(2):
         replay, found = captured(step, device)
     for i in range(times):

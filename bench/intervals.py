@@ -1,12 +1,11 @@
 """A confidence interval for the ratio of two times, by Yuen's t-test of the logarithms of their rounds.
 
-`scipy.stats.ttest_ind`, with a fifth trimmed from each end: rounds that something else has struck do not count, and it
-covers its share from 3 rounds on (`tests/test_bench_compare.py` simulates it), which resampled medians do not. Of rows
-without their rounds, as older files have them, it is what their percentiles leave open: from the 20th of one time over
-the 80th of the other to the reverse.
+`scipy.stats.ttest_ind` trims a fifth from each end, so disturbed rounds do not count. Its coverage is right from 3
+rounds on (`tests/test_bench_compare.py` simulates it); that of resampled medians is not. For rows without rounds, from
+older files, the interval goes from the 20th percentile of one time over the 80th of the other to the reverse.
 
-What no such interval contains is how a machine differs from one run to the next: another clock rate, another placement
-in memory. That is why a ratio to the baseline of the same run is compared first, and why a change is best shown twice.
+No such interval includes how a machine differs from one run to the next: another clock rate, another placement in
+memory. So ratios to the baseline of the same run are compared first, and a change is best shown twice.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from .store import Measurement
 
-# rows keep six digits: times that differ by less are equal
+# Rows keep six digits, so times that differ by less are equal.
 _EQUAL = 1e-6
 
 
@@ -40,7 +39,7 @@ class Interval:
 class Timing:
     """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together.
 
-    rounds_ms: of each round, in their order, which the variants of a case share; empty where they were not kept.
+    rounds_ms: of each round, in the order that the variants of a case share; empty if not stored.
     """
 
     median_ms: float
@@ -56,7 +55,7 @@ class Timing:
         return cls(median, p20, p80, sum(rounds_ms), len(rounds_ms), tuple(rounds_ms))
 
     def over(self, other: Timing) -> Timing:
-        """Return this over another's, round by round: ratios without a unit."""
+        """Return this timing over another, round by round: ratios without a unit."""
         paired = self.rounds_ms if len(self.rounds_ms) == len(other.rounds_ms) else ()
         rounds = tuple(mine / its for mine, its in zip(paired, other.rounds_ms, strict=False))
         middle = self.median_ms / other.median_ms
@@ -76,7 +75,7 @@ def measured(row: Measurement | None) -> Timing | None:
 def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
     """Return the ratio of two medians with its interval.
 
-    Rounds that two variants of one run share drift together, which makes the interval wider than it need be.
+    Two variants of one run drift together in their shared rounds, so the interval is wider than necessary.
     """
     if not 0.5 <= confidence < 1.0:
         raise ValueError(f"confidence must be from 0.5 to below 1, got {confidence}")
@@ -89,8 +88,8 @@ def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
     from scipy import stats
 
     with warnings.catch_warnings():
-        # of one whose rounds are all alike: its variance is none
+        # scipy warns if all rounds of one timing are equal, as their variance is 0.
         warnings.simplefilter("ignore", RuntimeWarning)
         found = stats.ttest_ind(a, b, equal_var=False, trim=0.2).confidence_interval(confidence)
-    # of trimmed means: the ratio of medians is in it, also where both differ by a rounding alone
+    # The interval is that of trimmed means. Widen it to contain the ratio of medians.
     return Interval(middle, min(middle, math.exp(found.low)), max(middle, math.exp(min(700.0, found.high))))

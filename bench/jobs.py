@@ -1,4 +1,4 @@
-"""The jobs of a request: which cases, variants and directions run here, in which order, and how long each may take."""
+"""Plan the jobs of a request: which cases, variants and directions run here, in which order, with which timeout."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from .store import Outcome
 if TYPE_CHECKING:
     from .timing import Verdict
 
-# without a GPU kernels can only be interpreted, which Triton must know before they are imported
+# Without a GPU kernels are interpreted. Triton must know that before kernels are imported.
 INTERPRET = ("TRITON_INTERPRET", "1")
-# The interpreter and a loaded machine are slow: a rank that hangs is reported after this, and what its arithmetic takes
-# at the rate of a slow core that ranks share.
+# Timeout of a rank, beside the time of its arithmetic at the rate of a slow, shared core. The interpreter and a loaded
+# machine are slow.
 JOB_SECONDS = 180.0
 SLOW_FLOPS = 1e10
-# Of a core that has nothing else to do, or of a GPU in float64.
+# FLOP/s of an idle core, or of a GPU in float64.
 FAST_FLOPS = 6e10
 # A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
 # the gate.
@@ -47,8 +47,10 @@ LONG_FLOPS = 1e11
 class Job:
     """One case; `timed` says whether the variants are measured after the gate.
 
-    skipped: (direction, variant) of those that cannot run, as whoever starts the ranks knows; ranks never ask. absent:
-    the outcomes that say so. patience: seconds that a rank may be silent, beside what its arithmetic takes.
+    - skipped: (direction, variant) of variants that cannot run. The process that starts the ranks decides; ranks do
+      not.
+    - absent: outcomes of variants that do not run.
+    - patience: seconds that a rank may be silent, beside the time of its arithmetic.
     """
 
     case: Case
@@ -63,11 +65,11 @@ class Job:
     patience: float = JOB_SECONDS
 
     def variants_of(self, direction: str) -> tuple[str, ...]:
-        """Those that run in this direction."""
+        """Return the variants that run in this direction."""
         return tuple(name for name in self.variants if (direction, name) not in self.skipped)
 
     def without(self, variant: str, why: Verdict | str) -> Job:
-        """Return this job less a variant: what it failed with, or why it is not run."""
+        """Return this job without a variant. why: the failed verdict, or the reason for not running."""
         told: dict[str, Any] = {"not_run": why} if isinstance(why, str) else {"verdict": why}
         gone = [Outcome(variant, each, **told) for each in self.directions if variant in self.variants_of(each)]
         left = tuple(name for name in self.variants if name != variant)
@@ -75,13 +77,13 @@ class Job:
 
     @property
     def is_long(self) -> bool:
-        """Whether one call takes a CPU seconds."""
+        """Return whether one call takes seconds on a CPU."""
         return is_long(self.case, self.num_gpus)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; None is this machine's default. `models` take the place of sizes.
+    """Options of the command line; None is this machine's default. `models` replace sizes.
 
     baselines: names of providers, by default `providers.usual`.
     """
@@ -102,12 +104,12 @@ class Request:
 
 
 def is_long(case: Case, num_gpus: int) -> bool:
-    """Whether one call takes a CPU seconds."""
+    """Return whether one call takes seconds on a CPU."""
     return not num_gpus and flops(case, "both") > LONG_FLOPS
 
 
 def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
-    """Why a variant cannot run this case here, or "" if it can."""
+    """Return why a variant cannot run this case here, or "" if it can."""
     if variant == "comm" and not traffic(case, direction):
         return f"{direction} of {case.op} sends nothing"
     if variant == "own_matmul" and case.is_float8:
@@ -118,7 +120,7 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
 
 
 def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
-    """2 and 4, as far as there are GPUs if there are any; up to 8 with 8 of them. One rank has nothing to send."""
+    """Return the default world sizes: 2 and 4, and 8 with 8 GPUs; no more than GPUs, if there are any."""
     if request.world_sizes is not None:
         return request.world_sizes
     return tuple(size for size in (2, 4, 8) if size <= (num_gpus or 4)) or (1,)
@@ -127,19 +129,19 @@ def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
 def plan(request: Request, num_gpus: int) -> list[Job]:
     """Return the jobs of a request, in the order they run.
 
-    ValueError for a model that cannot be split so, and for a backward pass of float8, which has none.
+    ValueError for a model that does not split into that many ranks, and for a backward pass of float8.
     """
     if set(EVERY_FLOAT8) & set(request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
         raise ValueError("fp8 and mxfp8 operands have no gradient: with either, --direction must be forward")
     jobs: list[Job] = []
-    # What has been said to be missing: once is enough for all sizes.
+    # Missing variants that were reported: once is enough for all sizes.
     said: set[tuple[object, ...]] = set()
     for world_size in world_sizes(request, num_gpus):
         compiled = 0 < world_size <= num_gpus
         clocked = tuple(
             name for name in (*SCHEDULES, "auto") if name in request.schedules and (name != "fused" or compiled)
         )
-        # Ranks that share a GPU are never timed.
+        # Ranks that share a GPU are not timed.
         is_timed = compiled or not num_gpus
         if not is_timed:
             clocked = ()
@@ -165,7 +167,7 @@ def _timed(
     case: Case, schedules: tuple[str, ...], directions: tuple[str, ...], request: Request, num_gpus: int,
     said: set[tuple[object, ...]],
 ) -> Job:  # fmt: skip
-    # the baseline is part of every timed case: a speed-up is a ratio within one run
+    # The baseline is part of every timed case, as a speed-up is a ratio within one run.
     bounds = ("matmul", "own_matmul", "comm") if num_gpus else BOUNDS
     peers = providers.usual() if request.baselines is None else request.baselines
     variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *peers)))
@@ -185,10 +187,10 @@ def _timed(
 
 
 def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Request, num_gpus: int) -> Iterator[Job]:
-    # By default an even size on two ranks alone, and there the uneven one's gradients too.
+    # By default only two ranks check the even size, and the gradients of the uneven size.
     shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
     for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
-        # `both` checks y, dx and dw in one run
+        # `both` checks y, dx and dw in one run.
         is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
         by_default = ("both",) if is_both else ("forward",)
         case = Case(op, *shape, dtype, world_size)
@@ -201,7 +203,7 @@ def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Reques
 
 
 def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:
-    """(shape, dtype, directions) of the timed cases: what was asked for, or a selection that takes a few minutes."""
+    """Return (shape, dtype, directions) of the timed cases: the request's, or a selection that takes a few minutes."""
     forward = request.directions or ("forward",)
     if request.shapes or request.shape_sets is not None:
         named = [shape for name in request.shape_sets or () for shape in SHAPES[name][op]]
@@ -212,9 +214,9 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
     if not num_gpus and world_size == 2:
         shapes += SHAPES["square"][op] + SHAPES["comm"][op][:2]
     elif not num_gpus and world_size > 2:
-        # more ranks than a small machine has cores: one size where communication matters
+        # More ranks than a small machine has cores: only one size, where communication matters.
         shapes += SHAPES["comm"][op][:1]
-    # the gradients of a few sizes
+    # Time the gradients of a few sizes.
     gradients = shapes if num_gpus else (*SHAPES["small"][op], *SHAPES["medium"][op]) if world_size == 2 else ()
     every = request.directions or DIRECTIONS
     sizes = [(shape, main, every if shape in gradients else forward) for shape in shapes]
@@ -225,14 +227,14 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
 
 
 def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
-    # The matmuls of a block of each model at each number of tokens.
+    # Return the matmuls of a block of each model at each number of tokens.
     dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
     blocks = itertools.product(request.models, request.tokens, [world_size], dtypes)
     return [case for each in blocks for case in block(*each) if case.op in request.ops]
 
 
 def estimate(job: Job) -> float:
-    """About how many seconds a job takes: the calls and float64 products of the gate, then the rounds."""
+    """Return the estimated seconds of a job: the calls and float64 products of the gate, then the rounds."""
     from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
 
     # Ranks that outnumber the cores take turns.
@@ -248,13 +250,13 @@ def estimate(job: Job) -> float:
 
 
 def seconds_of(job: Job) -> float:
-    """After how long the ranks of a job are given up."""
+    """Return the timeout of a job's ranks."""
     calls = len(job.variants) * (1 + (job.rounds or (5 if job.is_long else 10)))
-    # the float64 products beside them
+    # Six more for the float64 products.
     work = sum(flops(job.case, each) * (calls + 6) for each in job.directions)
     return job.patience + work / SLOW_FLOPS
 
 
 def wait_seconds(job: Job) -> float:
-    """How long an op waits for a peer that may still be making its float64 products."""
+    """Return an op's timeout, which covers a peer that is still making its float64 products."""
     return job.patience / 2 + 6 * max(flops(job.case, each) for each in job.directions) / SLOW_FLOPS

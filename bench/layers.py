@@ -1,9 +1,9 @@
 """Layers on CPU ranks beside torch's DTensor styles, `fusedtp mlp | grouped | decode`, and a call's cost on its host.
 
 Every variant of a layer starts from the same weights, is checked against the dense layer in float64, and takes its turn
-in the rounds of `timing`; all is float32, host time included. `local` is a rank's share of the same arithmetic without
-communication: what all variants would take if sending cost nothing. `overhead` gives the microseconds that a small call
-takes beside what it is for.
+in the rounds of `timing`. All is float32, host time included. `local` is a rank's share of the arithmetic without
+communication, a lower bound for all variants. `overhead` gives the microseconds that a small call takes beyond its
+work.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .store import cell
 from .tables import CellTable
 from .timing import measure
 
-# The relative error of float32 sums of a few thousand terms through two matmuls, forward and back, with room to spare.
+# Relative error of float32 sums of a few thousand terms through two matmuls, forward and backward, with a margin.
 TOLERANCE = 1e-4
 EPS = 1e-6
 
 Step: TypeAlias = Callable[[], Sequence[Tensor]]
-# What runs by variant, and this rank's part of each result by name; results beyond the last lie below each other in it.
+# Closures by variant, and this rank's part of each result by name; surplus results are concatenated in the last part.
 LayerRuns: TypeAlias = tuple[dict[str, Step], dict[str, Tensor]]
 
 
 def step(model: nn.Module, x: Tensor, dy: Tensor) -> Step:
-    """Return the closure of forward and backward: y, dx and the gradients of the parameters, of which none is left."""
+    """Return the closure of forward and backward: y, dx and the gradients of the parameters, which it resets."""
     parameters = list(model.parameters())
 
     def run() -> list[Tensor]:
@@ -119,12 +119,12 @@ class Projections(nn.Module):
 def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: int) -> LayerRuns:
     """Return q, k and v of one input, x [M / W, H] and three weights [N_i, H] split by rows; forward and backward.
 
-    - dtensor: ColwiseParallel(input_layouts=Shard(0)) on each; each gathers x, and scatters its dx.
+    - dtensor: ColwiseParallel(input_layouts=Shard(0)) on each linear, which gathers x and scatters its dx.
     - dtensor_once: PrepareModuleInput gathers x for all three, whose gradients are added before they are scattered.
     - fusedtp: a FusedGroup of the three, one gather and one scatter inside the matmuls.
     - concatenated: FusedColwiseParallel on one linear with the rows of all three.
 
-    dtensor / local is the most that any schedule can gain: a speed-up above it is out of reach.
+    dtensor / local is an upper bound of the speed-up.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
@@ -136,11 +136,11 @@ def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: in
     once = parallelize_module(copy.deepcopy(dense), mesh, gathers)
 
     def own(wholes: Sequence[Tensor], dim: int = 0, which: int = rank) -> list[Tensor]:
-        # A rank's part of each of q, k and v.
+        # Return a rank's part of q, k and v.
         return [chunk(each, dim, which, even_sizes(each.shape[dim], world_size)) for each in wholes]
 
     weights = [getattr(dense, name).weight.detach() for name in "qkv"]
-    # Rank by rank, so that a rank's rows are its parts of q, k and v.
+    # Concatenate rank by rank, so that a rank's rows are its parts of q, k and v.
     one = nn.Linear(num_in, sum(widths), bias=False)
     one.weight = nn.Parameter(torch.cat([part for which in range(world_size) for part in own(weights, 0, which)]))
     local = Projections(num_in, [len(part) for part in own(weights)])
@@ -165,7 +165,7 @@ def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: in
 def decode(group: ProcessGroup, schedule: str, M: int, N: int, K: int) -> LayerRuns:
     """Return y = all_reduce(x @ w.T) + residual and its norm, x [M, K / W], w [N, K / W]; forward alone.
 
-    A decoder does that after its attention and its MLP, for every token.
+    A decoder runs this after its attention and its MLP, for every token.
 
     - torch: F.linear, dist.all_reduce by gloo, +=, F.rms_norm.
     - dtensor: RowwiseParallel with a replicated output, +, nn.RMSNorm.
@@ -213,8 +213,9 @@ def decode(group: ProcessGroup, schedule: str, M: int, N: int, K: int) -> LayerR
 class Suite:
     """One layer, and its sizes by default.
 
-    columns: what the numbers of a size are called in rows; the last one takes the rest. split: which of these numbers
-    ranks share evenly. over: the variants that there is a speed-up over, the first one with its interval.
+    - columns: names of a size's numbers in rows; the last takes the rest.
+    - split: indices of the numbers that ranks share evenly.
+    - over: baselines of the speed-ups, the first with its interval.
     """
 
     make: Callable[..., LayerRuns]
@@ -228,7 +229,7 @@ class Suite:
     has_backward: bool = True
 
     def check_size(self, size: Sequence[int], world_size: int) -> None:
-        """ValueError for lengths that torch's styles do not split: they take all shards to be equal."""
+        """Raise ValueError for lengths that torch's styles do not split: they need equal shards."""
         told = ",".join(map(str, size))
         if world_size < 2:
             raise ValueError(f"a layer is split over two ranks or more, got {world_size}")
@@ -239,12 +240,12 @@ class Suite:
 
 
 SUITES = {
-    # Two sizes of large work, two where the host's share shows.
+    # Two large sizes, and two small ones that show the host's share.
     "mlp": Suite(
         mlp, "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward", ("M", "D", "F"),
         ((2048, 1024, 4096), (4096, 2048, 1024), (256, 512, 2048), (16, 512, 2048)), (0, 2),
     ),
-    # As many heads of each, and grouped queries.
+    # Equal numbers of heads, and grouped queries.
     "grouped": Suite(
         grouped, "q, k, v, forward + backward", ("M", "H", "widths"),
         ((2048, 512, 512, 512, 512), (2048, 512, 512, 128, 128), (4096, 1024, 1024, 1024, 1024),
@@ -260,7 +261,7 @@ SUITES = {
 
 
 def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float) -> dict[str, Timing]:
-    """Check and time one size on this rank: by variant. AssertionError for a wrong result or gradient."""
+    """Check one size on this rank, and return timings by variant. AssertionError for a wrong result or gradient."""
     from torch.distributed.tensor import DTensor
 
     suite = SUITES[name]
@@ -276,7 +277,7 @@ def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float)
 
 
 def table(suite: Suite, frame: pd.DataFrame) -> CellTable:
-    """Return the medians of every size, and the speed-up over dtensor with its interval and what that says."""
+    """Return the medians of every size, and the speed-up over dtensor with its interval and a verdict."""
     lines = []
     for (*size, ranks), part in frame.groupby([*suite.columns, "world_size"], sort=False):
         ours = part[part.variant == "fusedtp"].iloc[0]
@@ -314,9 +315,9 @@ def run(
     name: str, world_sizes: Sequence[int], sizes: Sequence[Sequence[int]], seconds: float,
     said: Callable[[str], object], done: Callable[[], object] = lambda: None,
 ) -> pd.DataFrame:  # fmt: skip
-    """Time every size on ranks started here. Return the rows, none where all ranks died.
+    """Time every size on ranks started here. Return the rows, without those of sizes whose ranks died.
 
-    `said` hears of deaths; `done` is called after each size.
+    `said` is called for deaths of ranks, `done` after each size.
     """
     suite, rows = SUITES[name], []
     for world_size in world_sizes:
@@ -332,7 +333,7 @@ ROWS, FEATURES, CALLS, BATCH = 8, 64, 200, 10
 
 
 def _us(call: Callable[[], object], times: int = CALLS) -> float:
-    # Microseconds a call.
+    # Return the microseconds of a call.
     begin = time.perf_counter_ns()
     for _ in range(times):
         call()
@@ -340,11 +341,11 @@ def _us(call: Callable[[], object], times: int = CALLS) -> float:
 
 
 def beside(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return by direction and round the microseconds of `all_gather_linear` beside its work, and those of F.linear.
+    """Return by direction and round the microseconds of `all_gather_linear` beyond its work, and of F.linear.
 
-    On one rank that is what it takes beyond F.linear, in short batches in turn: on a busy machine one may take many
-    times as long. On more it is what lies outside of spans (`fusedtp.trace`) of as many calls right before, as
-    recording them takes time too. With backward torch's own engine is in it, as it is in F.linear of the whole rows.
+    On one rank the overhead is the time beyond F.linear, in short batches in turn, as one batch may take many times as
+    long on a busy machine. On more ranks it is the time outside of spans (`fusedtp.trace`), measured in separate calls
+    right before, as recording takes time. Backward includes torch's autograd engine, like F.linear of the whole rows.
     """
     schedule = "decomposed" if group.size() > 1 else "auto"
     x, weight = torch.randn(ROWS, FEATURES, requires_grad=True), torch.randn(FEATURES, FEATURES, requires_grad=True)
@@ -377,7 +378,7 @@ def beside(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, floa
 
 
 def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) -> pd.DataFrame:
-    """Append to a file a row a number of ranks and a direction: medians and quartiles of the slowest rank's time.
+    """Append a row for each number of ranks and direction: medians and quartiles of the slowest rank's time.
 
     `done` is called after each number of ranks.
     """
@@ -402,7 +403,7 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
 
 
 def overhead_table(frame: pd.DataFrame) -> CellTable:
-    """Return what a call takes beside its work."""
+    """Return the table of a call's overhead."""
     columns = {"world_size": "ranks", "direction": "direction", "beside_us": "beside\nus", "q1_us": "25 %\nus",
                "q3_us": "75 %\nus", "linear_us": "F.linear\nus"}  # fmt: skip
     title = f"A call beside its work, {ROWS} x {FEATURES} a rank"

@@ -1,4 +1,4 @@
-"""What a number was measured on: the machine, the versions and the commit that every row carries."""
+"""Describe the origin of a number: the machine, the versions and the commit that every row carries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-# the checkout's folders of which the package is made
+# Folders of the checkout that make up the package.
 SOURCES = ("fusedtp", "kernels", "bench")
 
 
@@ -20,7 +20,7 @@ SOURCES = ("fusedtp", "kernels", "bench")
 class Machine:
     """`name` tells machines apart in paths and comparisons: kind, model, number of cores or GPUs.
 
-    links: what ranks reach each other over. driver: the GPU driver's version; empty without a GPU.
+    links: how ranks reach each other. driver: the GPU driver's version; empty without a GPU.
     """
 
     name: str
@@ -62,12 +62,12 @@ def describe() -> Machine:
 
 
 def slug(text: str) -> str:
-    """Lower case letters, digits and dashes: "cpu AMD EPYC 2c" -> "cpu-amd-epyc-2c"."""
+    """Return the text as lower case letters, digits and dashes: "cpu AMD EPYC 2c" -> "cpu-amd-epyc-2c"."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", text.lower())).strip("-")
 
 
 def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the processor's name; with its family and model where the name has no number, as where a host hides it."""
+    """Return the processor's name; with family and model if the name has no number, as some hosts hide it."""
     try:
         lines = info.read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -99,7 +99,7 @@ def driver() -> str:
 
 def topology(matrix: str) -> list[str]:
     """Return the kinds of links in the table of `nvidia-smi topo -m`: ["18 NVLinks"] if all are alike."""
-    # colours are printed even into a pipe
+    # nvidia-smi prints colours even into a pipe.
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     rows = [cells[1:] for cells in lines if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
     kinds = {row[other] for row in rows for other in range(min(len(rows), len(row))) if row[other] != "X"}
@@ -115,10 +115,10 @@ def installed(package: str) -> str:
 
 
 def checkout() -> tuple[str, bool]:
-    """(commit, whether what runs differs from it) of the checkout this package was installed from.
+    """Return (commit, whether the running code differs) of the checkout this package was installed from.
 
-    The installer records that folder for a copy as for an editable install; a copy that is older than the folder counts
-    as different. Without a checkout it is the package's version.
+    The installer records the folder for copies and for editable installs. A copy that is older than the folder counts
+    as different. Without a checkout the commit is the package's version.
     """
     without = f"version {installed('fusedtp')}"
     try:
@@ -135,7 +135,7 @@ def checkout() -> tuple[str, bool]:
 
 
 def _same_files(root: Path) -> bool:
-    """Whether the package that runs has the checkout's files."""
+    """Return whether the running package has the checkout's files."""
     import fusedtp
 
     package = Path(fusedtp.__file__).resolve().parent
@@ -151,12 +151,12 @@ def _same_files(root: Path) -> bool:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """Return what git says about the checkout at `root`; empty where it cannot say."""
+    """Return git's output for the checkout at `root`; empty if git fails."""
     return said("git", "-C", str(root), *arguments)
 
 
 def said(*command: str) -> str:
-    """Return what a program prints; empty where it is not there, fails, or takes long."""
+    """Return a program's output; empty if the program is missing, fails, or takes long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

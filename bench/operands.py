@@ -1,11 +1,11 @@
-"""One rank's operands of a case, what it multiplies and must find, and the closure of a differentiable call on them.
+"""One rank's operands of a case, the expected results, and the closure of a differentiable call.
 
-Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them (as
-even as can be where W does not divide), so each can compare its own part of y, dx and dw with the unsharded products in
-float64. Inputs of ones would let a chunk taken for another pass.
+Every rank draws the same whole x, w and dy, standard normal, from the case's seed and cuts its shards out of them, as
+evenly as possible. So each rank can compare its part of y, dx and dw with the unsharded products in float64. With
+inputs of ones, swapped chunks would pass.
 
-Of a float8 case each shard is made float8 with a scale a row, or in mxfp8 one for each 32 of its elements, before
-anything is timed: x and w are `Scaled`, what is whole is data * scale in float64, exactly.
+In a float8 case each shard is cast to float8 before anything is timed, with a scale for each row, or for each 32
+elements of a row in mxfp8. x and w are `Scaled`; whole tensors are data * scale in float64, exactly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fusedtp.shards import even_sizes
 from .cases import MXFP8, Case
 from .oracle import ExactProduct
 
-# A list is one tensor that lies in several places, one below the other.
+# A list is one tensor in several pieces, to be concatenated along rows.
 Results = tuple[Tensor | list[Tensor], ...]
 Runner = Callable[[], Results]
 
-# The dims along which x, w and y are split; y of an all-reduce is whole.
+# Dims along which x, w and y are split; y of an all-reduce is whole.
 _SPLIT = {"gather": {"x": 0, "w": 0, "y": 1}, "scatter": {"x": 1, "w": 1, "y": 0}, "all_reduce": {"x": 1, "w": 1}}
 
 
@@ -42,11 +42,11 @@ def device_here() -> torch.device:
 
 
 class Operands:
-    """x, w and dy of `case`: this rank's shards, in the layout of the op, and whole. Making them sends nothing."""
+    """x, w and dy of `case`: this rank's shards, in the layout of the op, and whole. Made without communication."""
 
     def __init__(self, case: Case, rank: int, device: torch.device) -> None:
         self.case, self.device = case, device
-        # Of the results, and of the operands if these are not float8.
+        # dtype of the results, and of the operands unless float8.
         self.dtype: torch.dtype = getattr(torch, made_of(case.dtype))
         self.gathers = case.kind == "gather"
         self.m_sizes, self.n_sizes, self.k_sizes = (
@@ -59,7 +59,7 @@ class Operands:
         self.rank = rank
         if case.is_float8:
             self._quantize()
-        # What this rank's shards stand for; and what functions are given.
+        # The values of this rank's shards, then the shards as functions get them.
         self.x_own, self.w_own = self.own("x", self.x_whole), self.own("w", self.w_whole)
         self.x: Any = self._scaled["x"][rank] if case.is_float8 else self.x_own
         self.w: Any = self._scaled["w"][rank] if case.is_float8 else self.w_own
@@ -74,7 +74,7 @@ class Operands:
                 "y": (self.m_sizes, self.n_sizes)}[name][dim]  # fmt: skip
 
     def _quantize(self) -> None:
-        # Every rank's shards of x and w, and both as what those stand for.
+        # Quantize every rank's shards of x and w, and replace x and w by the shards' values.
         made = partial(scaled, recipe="mxfp8")
         if self.case.dtype != MXFP8:
             made = partial(scaled, recipe="rowwise", dtype=getattr(torch, self.case.dtype))
@@ -86,7 +86,7 @@ class Operands:
             setattr(self, f"{name}_whole", torch.cat([_values(shard) for shard in self._scaled[name]], dim))
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """Cut this rank's shard out of the whole x, w or y, or of what is sharded alike."""
+        """Cut this rank's shard out of the whole x, w or y, or of a tensor sharded alike."""
         dim = _SPLIT[self.case.kind].get(name)
         if dim is None:
             return whole
@@ -95,14 +95,14 @@ class Operands:
 
     @property
     def dy_whole(self) -> Tensor:
-        """The gradient of the whole y [M, N]. Drawn when a backward pass asks for it."""
+        """Return the gradient of the whole y [M, N], drawn at first use."""
         if self._dy_whole is None:
             self._dy_whole = self._normal(self.case.M, self.case.N)
         return self._dy_whole
 
     @property
     def dy(self) -> Tensor:
-        """This rank's shard of it, sharded as y is."""
+        """Return this rank's shard of `dy_whole`, sharded like y."""
         if self._dy is None:
             self._dy = self.own("y", self.dy_whole)
         return self._dy
@@ -115,7 +115,7 @@ class Operands:
         return partial(call, group=group, sizes=self.m_sizes, **options)
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """Return what this rank multiplies for y, dx or dw when all that is gathered is there."""
+        """Return the factors of this rank's matmul for y, dx or dw, after any gather."""
         x = self.x_whole if self.gathers else self.x_own
         if name == "y":
             return x, self.w_own.t()
@@ -123,7 +123,7 @@ class Operands:
         return (dy, self.w_own) if name == "dx" else (dy.t(), x)
 
     def multiply(self, name: str) -> Callable[[], Tensor]:
-        """Return the library's matmul of those factors. Of float8 it is torch's scaled one or a stand-in."""
+        """Return the library's matmul of those factors; for float8, torch's scaled matmul or a stand-in."""
         if not self.case.is_float8:
             return partial(torch.mm, *self.factors(name))
         x: Scaled = self.x
@@ -136,8 +136,8 @@ class Operands:
     def travelling(self, name: str) -> tuple[Tensor, Tensor]:
         """Return the shard of x or dy that is gathered, and the whole.
 
-        Float8 is gathered as bytes, each row with its scale behind it. They have the results' dtype, as no collective
-        takes bytes.
+        Float8 is gathered as bytes, each row followed by its scale. The bytes are viewed as the results' dtype, as no
+        collective takes bytes.
         """
         if name == "dy":
             return self.dy, self.dy_whole
@@ -152,12 +152,12 @@ class Operands:
         return packed[self.rank], torch.cat(packed)
 
     def product(self, name: str) -> ExactProduct:
-        """Return what this rank's part of y, dx or dw must be, made once."""
+        """Return the expected part of y, dx or dw on this rank, made once."""
         if name not in self._products:
             a, b = self.factors(name)
             cut: tuple[int, ...] = (b.shape[0],)
             if name == ("dx" if self.gathers else "y"):
-                # The sum over ranks of their products, and mostly this rank's rows of it.
+                # The sum over ranks of their products, cut to this rank's rows unless all-reduced.
                 a, b, cut = (
                     (self.dy_whole, self.w_whole, self.n_sizes)
                     if self.gathers
@@ -170,7 +170,7 @@ class Operands:
 
 
 def _values(x: Scaled) -> Tensor:
-    # In blocks a scale is a power of two: exact in float32 too.
+    # A block scale is a power of two, so values are exact in float32 too.
     return x.values().double() if x.scale.dtype == E8M0 else x.data.double() * x.scale.double()
 
 
@@ -182,7 +182,7 @@ def passes(
     direction: str,
     local: Callable[[Tensor], Tensor] | None = None,
 ) -> Runner:
-    """Return a direction of y = call(x, w) to time; collective, as backward differentiates one y again and again.
+    """Return a direction of y = call(x, w) to time; collective, as backward differentiates one y repeatedly.
 
     `local` takes this rank's shard out of a gradient that is not a plain tensor.
     """

@@ -1,9 +1,9 @@
-"""What a rank's part of a result must be, in float64 and in blocks, and the check of every element against it.
+"""Expected results of a rank in float64, and the check of every element against them.
 
-The float64 product of a block model's matmul would not fit beside its operands' float64 copies, so it is made block by
-block; so is the comparison. The allowed error is that of `fusedtp.reference`, with one term bounded from above: where
-that takes |a| @ |b|, a third matmul, this takes |row of a| * |column of b|, which Cauchy and Schwarz say is no less. On
-normal input it is pi / 2 times as much, and a missing tile or a wrong scale is still far outside.
+The float64 product of a large matmul would not fit beside float64 copies of its operands, so product and comparison are
+made block by block. The allowed error is that of `fusedtp.reference`, except for one upper bound: instead of |a| @ |b|,
+a third matmul, this takes |row of a| * |column of b|, which is no less by Cauchy-Schwarz. On normal input the bound is
+pi / 2 times as large, and a missing tile or a wrong scale is still far outside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 1 << 23
 
 
 def accumulate_in_float32() -> None:
-    """Make the library's matmuls accumulate in float32, as the bounds assume, which cuBLAS may leave unless told."""
+    """Make the library's matmuls accumulate in float32, as the bounds assume; cuBLAS does not by default."""
     matmuls = torch.backends.cuda.matmul
     matmuls.allow_bf16_reduced_precision_reduction = False
     matmuls.allow_fp16_reduced_precision_reduction = False
@@ -29,7 +29,7 @@ def accumulate_in_float32() -> None:
 
 
 def _blocks(length: int, other: int) -> Iterator[slice]:
-    # Slices of `length` with no more than BLOCK elements each, `other` to an index.
+    # Yield slices of `length` with at most BLOCK elements each, `other` elements for each index.
     step = max(1, BLOCK // max(1, other))
     for begin in range(0, length, step):
         yield slice(begin, min(length, begin + step))
@@ -38,9 +38,9 @@ def _blocks(length: int, other: int) -> Iterator[slice]:
 class ExactProduct:
     """a [R, K] @ b [K, C], and the error that an op may leave in it. `k_sizes`: how ranks cut K.
 
-    dtype: of the op's result, that of the operands by default. Of float8 a and b are the exact products of data and
-    scales, in float64: an op rounds twice more where it scales, which the K roundings of a product leave room for, as
-    each is counted as two.
+    dtype: of the op's result, by default that of the operands. For float8, a and b are the exact products of data and
+    scales, in float64. An op that scales rounds twice more; the bound covers that, as it counts each of the K roundings
+    of a product twice.
     """
 
     def __init__(self, a: Tensor, b: Tensor, k_sizes: Sequence[int], dtype: torch.dtype | None = None) -> None:
@@ -48,9 +48,9 @@ class ExactProduct:
         self._dtype, self._parts = dtype or a.dtype, len(k_sizes)
         rows, cols = a.shape[0], b.shape[1]
         self.expected = a.new_zeros((rows, cols), dtype=torch.float64)  # [R, C]
-        # sum over ranks of |partial product|: what rounding each partial and adding them up is relative to
+        # Sum over ranks of |partial product|, the reference of the errors of rounding and adding partials.
         self._size = a.new_zeros((rows, cols), dtype=torch.float32) if self._parts > 1 else None
-        # per part of K: K_r * |rows of a|, |columns of b|
+        # For each part of K: K_r * |rows of a|, |columns of b|.
         self._norms: list[tuple[Tensor, Tensor]] = []
         for a_part, b_part in zip(a.split(list(k_sizes), 1), b.split(list(k_sizes), 0), strict=True):
             self._add(a_part, b_part)
@@ -83,9 +83,9 @@ class ExactProduct:
         return allowed.add_(reference.underflow(self._dtype, self._parts))
 
     def check(self, out: Tensor, sum_dtype: torch.dtype, name: str) -> tuple[float, float]:
-        """(largest error, largest error / allowed error) of `out`; AssertionError when an element is outside.
+        """Return (largest error, largest error / allowed error) of `out`; AssertionError if any is above 1.
 
-        `sum_dtype`: what partials may have been added up in. NaN fails.
+        `sum_dtype`: dtype in which partials may have been added. NaN fails.
         """
         rows, cols = self.expected.shape
         assert out.shape == self.expected.shape, f"{name}: shape {tuple(out.shape)}, expected {(rows, cols)}"

@@ -1,7 +1,7 @@
 """Launch one rank's kernels with every signal raised in advance: nothing waits and nothing travels.
 
-Both halves of the own arena hold what the peers would have sent, so a kernel that gathers finds all rows there. Arenas
-of the peers lie on the same device, and a kernel that sends stores into them.
+Both halves of the own arena hold the peers' data, so a kernel that gathers finds all rows there. The peers' arenas are
+on the same device, and a kernel that sends stores into them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fusedtp.workspaces import clock
 
 from .operands import Operands, Runner
 
-# Not the first rank, so that own chunks begin somewhere.
+# Not the first rank, so that own chunks do not begin at 0.
 RANK = 1
 BUDGET_MS = 5000
 Fill = Callable[[Tensor], object]
 
 
 class Arenas:
-    """Arenas of `world_size` ranks on one device, with all signals raised for as many ops as ever run here."""
+    """Arenas of `world_size` ranks on one device, with all signals raised for more ops than ever run here."""
 
     def __init__(self, device: torch.device, world_size: int, layout: Layout, rank: int = RANK) -> None:
         self.world_size, self.rank = world_size, rank
@@ -49,17 +49,17 @@ class Arenas:
         headers = self.memory[:, : self._begin].view(torch.int32)
         headers.zero_()
         headers[:, signal.SIGNALS.value :] = signal.LEAD.value - 2
-        # The fingerprint of a channel that is given none.
+        # The default fingerprint of a channel.
         headers[:, signal.SIGNALS.value + signal.FINGERPRINT_SLOT.value * world_size :][:, : 4 * world_size] = 0
         headers[:, signal.BUDGET_MS.value] = BUDGET_MS
         self.host = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
         addresses = [each.data_ptr() for each in self.memory]
         peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
-        # This rank's end, one for all launches, as a workspace has it.
+        # One channel for all launches, as in a workspace.
         self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self.half_bytes, self._begin)
 
     def words(self, rank: int) -> Tensor:
-        """Return the header of a rank's arena (int32), which the signals end."""
+        """Return the header of a rank's arena (int32), signals included."""
         return self.memory[rank, : self._begin].view(torch.int32)
 
     def view(self, rank: int, parity: int, row: int, rows: int, pitch: int, dtype: torch.dtype) -> Tensor:
@@ -74,7 +74,7 @@ class Arenas:
             self.view(self.rank, parity, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]] = x
 
     def run(self, launch: Callable[[], object]) -> None:
-        """Launch, wait, and raise AssertionError if any wait was given up."""
+        """Launch, synchronize, and raise AssertionError if a wait timed out."""
         word = self.host[signal.CLOCK_MS.value :]
         clock.drive(word)
         try:
@@ -89,12 +89,12 @@ class Arenas:
 
 
 def table(device: torch.device, sizes: tuple[int, ...]) -> Tensor:
-    """Return row offsets as kernels take them."""
+    """Return the row table of a kernel."""
     return torch.tensor(offsets(sizes), dtype=torch.int32).to(device)
 
 
 def poisoned(like: Tensor, M: int, N: int) -> Tensor:
-    """Return [M, N] of NaN: what nothing writes fails every check."""
+    """Return [M, N] of NaN, so that elements never written fail every check."""
     return like.new_full((M, N), math.nan)
 
 
@@ -159,7 +159,7 @@ def scattered(
 ) -> tuple[Arenas, Callable[[], None], list[Tensor]]:  # fmt: skip
     """Return the arenas, the launch of a [M, K] @ b whose tiles go to their owners, or `to_all`, and each owner's part.
 
-    The kernel that adds up is left out, so the epoch stays. config: by default the table's.
+    The kernel that adds is not launched, so the epoch does not end. config: by default the table's.
     """
     M, N, dtype, world_size = a.shape[0], b.shape[1], a.dtype, len(sizes)
     region_rows, layout = M if to_all else max(sizes), Layout()
@@ -192,8 +192,8 @@ def reduced(
 ) -> tuple[Arenas, Fill]:
     """Return the arenas and the launch of the kernel of few rows, a [M, K] @ b.
 
-    It fills the columns of C that this rank owns, or all of them `to_all`. The peers' parts are zeros there; so are the
-    columns of C that they own.
+    The kernel fills the columns of C that this rank owns, or all columns with `to_all`. The peers' parts of these
+    columns are zeros; so are the columns of C that the peers own.
     """
     M, N, dtype, layout = a.shape[0], b.shape[1], a.dtype, Layout()
     config = config or config_for(a.device, dtype, M, 0)
@@ -214,24 +214,24 @@ def reduced(
 
 
 def own_columns(N: int, world_size: int, config: Config, rank: int = RANK) -> slice:
-    """Return the columns of C that `rank` owns in the kernel of few rows: so many columns of tiles."""
+    """Return the columns of C that `rank` owns in the kernel of few rows, which are whole columns of tiles."""
     across = -(-N // config.block_n)
     first, last = rank * across // world_size, (rank + 1) * across // world_size
     return slice(first * config.block_n, last * config.block_n)
 
 
 def own_matmul(operands: Operands, parts: tuple[str, ...]) -> Runner:
-    """Return the closure of `own_matmul`, which gives these parts: those that the library's `matmul` gives.
+    """Return the closure of `own_matmul`, which returns the same parts as the library's `matmul`.
 
-    It is what the fused op costs when no wait ever blocks and nothing travels: what fused - own_matmul shows is waiting
-    and the links. A kernel that scatters stores its tiles into local memory instead of its peers'.
+    `own_matmul` is the fused op without any wait or transfer, so fused - own_matmul is the cost of waiting and of the
+    links. A kernel that scatters stores its tiles into local memory instead of its peers'.
     """
     steps = [_step(operands, name) for name in parts]
     return lambda: tuple([step() for step in steps])
 
 
 def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
-    # The kernels that the fused schedule runs, one rank's of them: it gathers for dw beside dx's, then multiplies.
+    # The kernels of the fused schedule on one rank, which gathers for dw next to dx, then multiplies.
     part, sizes, rank = name.removesuffix("_partial"), operands.m_sizes, operands.rank
     a, b = operands.factors(part)
     if operands.case.world_size > 1 and part != name:

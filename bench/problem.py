@@ -1,7 +1,7 @@
-"""What each variant of a case runs on one rank, and the check that its results must pass.
+"""Closures that run each variant of a case on one rank, and the check of their results.
 
 A closure returns a tuple whose parts are named by `Problem.parts`: y, dx, dw are this rank's shards of the results;
-y_partial, dx_partial its term of a sum over ranks, as matmuls alone leave it; x, dy what a gather alone gives.
+y_partial, dx_partial are its terms of a sum over ranks; x, dy are results of a gather alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
 from .operands import Operands, Results, Runner, passes
 
-# (matmuls alone, collectives alone) of the passes of each kind of op: the parts that they give.
+# Parts returned by (matmuls alone, collectives alone) for each kind of op.
 _FORWARD = {
     "gather": (("y",), ("x",)),
     "scatter": (("y_partial",), ("y",)),
@@ -42,7 +42,7 @@ class Problem(Operands):
         self._runners: dict[tuple[str, str], Runner] = {}
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
-        """Return what a variant's closure returns, by name."""
+        """Return the names of a variant's results."""
         check_direction(direction)
         if variant in ALONE:
             which = int(variant == "comm")
@@ -52,19 +52,19 @@ class Problem(Operands):
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
 
     def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """Return the closure to time, made once: a backward pass needs a forward one."""
+        """Return the closure to time, made once: a backward pass needs a forward pass."""
         if (variant, direction) not in self._runners:
             self._runners[variant, direction] = self._runner(variant, direction)
         return self._runners[variant, direction]
 
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
-            # Late: it brings the kernels in, which must not be imported before the interpreter is chosen.
+            # Imported late, as kernels must not be imported before the interpreter is chosen.
             from . import preset
 
             return preset.own_matmul(self, self.parts(variant, direction))
         if variant in BOUNDS:
-            # The library's matmuls and the backend's collectives, each with what it is given there already.
+            # The library's matmuls, or the backend's collectives, on inputs prepared in advance.
             alone = self._matmul if variant == "matmul" else self._collective
             steps = [alone(name) for name in self.parts(variant, direction)]
             return lambda: tuple([step() for step in steps])
@@ -83,24 +83,24 @@ class Problem(Operands):
         return partial(collectives.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
-        # What the backend makes of every rank's term of y or dx.
+        # Sum every rank's term of y or dx by the backend.
         if name == "y" and self.case.kind == "all_reduce":
             return collectives.all_reduce(term, group=self.group, schedule="unfused")
         return collectives.reduce_scatter(term, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
-        """(largest error, largest error / allowed error) on this rank; AssertionError when a part is wrong.
+        """Return (largest error, largest error / allowed error) on this rank; AssertionError if a part is wrong.
 
-        Collective where a part is a term of a sum: it is judged by what its sum over ranks gives.
+        Collective if a part is a term of a sum: the sum over ranks is checked.
         """
         names = self.parts(variant, direction)
         own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
         assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
-        # a backend may sum in the input's dtype, and so does every variant that goes through one
+        # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
         lenient = by_backend or variant not in ("decomposed", "fused", "auto")
-        # all sums before the first check: a rank that finds a part wrong must not leave the others waiting
+        # All sums come before the first check: a rank that finds a wrong part must not leave the others waiting.
         whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]
         summed = [
             self._sum(out, name.removesuffix("_partial")) if name.endswith("_partial") else out
@@ -122,9 +122,9 @@ class Problem(Operands):
         return largest, ratio
 
     def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
-        """Free what closures hold: graphs, gathered tensors, arenas. Collective, as what some end with is.
+        """Free the closures' graphs, gathered tensors and arenas. Collective, as `close` of some closures is.
 
-        before: called with the direction and variant of each that has an end of its own.
+        before: called with direction and variant ahead of each `close`.
         """
         for (variant, direction), run in self._runners.items():
             if close := getattr(run, "close", None):

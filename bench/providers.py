@@ -1,14 +1,13 @@
-"""Providers: what a user could take instead of this package, through the same gate and in the same rounds.
+"""Providers: other implementations of the ops, checked by the same gate and timed in the same rounds.
 
-A provider is found by an entry point of the group `fusedtp.providers`, whose name is the provider's:
+A provider is an entry point of the group `fusedtp.providers`, with the provider's name:
 
     [project.entry-points."fusedtp.providers"]
     mine = "my_package.bench:PROVIDER"
 
-`PROVIDER` is a `Provider`. Those in `fusedtp.bench.peers` are of the same form. Entry points are looked for when a
-command of the benchmark asks (`found`), and by each rank: plugins are installed, or on PYTHONPATH, as ranks inherit it.
-One that does not load is a provider that is missing, with the reason. One whose name is taken is left out, with a
-warning.
+`PROVIDER` is a `Provider`, like those in `fusedtp.bench.peers`. Commands look up entry points on demand (`found`), and
+so does each rank. So a plugin must be installed, or on PYTHONPATH, which ranks inherit. A plugin that does not load is
+a missing provider, with the reason. A plugin whose name is taken is left out, with a warning.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
     from .operands import Operands, Runner
 
 GROUP = "fusedtp.providers"
-# In the order in which they are timed; `orders` has two.
+# Modules of providers in the order of timing; `orders` has two more.
 _MODULES = ("dtensor", "torch_symm_mem", "async_tp", "nccl_windows")
 _PLACES = {name: f"{name}:PROVIDER" for name in _MODULES} | {"tree": "orders:TREE", "switch": "orders:SWITCH"}
 SHIPPED = tuple(_PLACES)
-# What the command line takes apart at commas, and what else it means something by.
+# Names that the command line can split at commas, and names that it reserves.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _RESERVED = (*OWN, "none")
 
 
 class Missing(Exception):
-    """Raised by a `runner`, on all ranks alike: why it cannot run after all. A row with that reason, and no failure."""
+    """Raised by a `runner` that cannot run after all, on all ranks alike. Gives a row with the reason, no failure."""
 
 
 def _never(case: Case, direction: str, num_gpus: int) -> str:
@@ -58,7 +57,7 @@ class Provider:
               attribute `close`, that is called after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
               Asked once, before ranks are started; only ranks that agree could go on
-    about     what it is, a line
+    about     a description, one line
     usual     whether a sweep takes it without being told
     """
 
@@ -69,7 +68,7 @@ class Provider:
     usual: bool = True
 
     def reason(self, case: Case, direction: str, num_gpus: int) -> str:
-        """Why it cannot run this case here, or "". Raises nothing, whatever `missing` does."""
+        """Return why this provider cannot run the case here, or "". Raises nothing, whatever `missing` does."""
         try:
             text: object = self.missing(case, direction, num_gpus)
         except Exception as error:
@@ -79,7 +78,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class ProvidersFound:
-    """Providers by name, in the order in which they are timed, and what is wrong with entry points that are none."""
+    """Providers by name, in the order of timing, and warnings about invalid entry points."""
 
     providers: Mapping[str, Provider]
     warnings: tuple[str, ...] = ()
@@ -87,7 +86,7 @@ class ProvidersFound:
 
 @functools.cache
 def found() -> ProvidersFound:
-    """All providers of this process."""
+    """Return all providers of this process."""
     points = [EntryPoint(name, f"fusedtp.bench.peers.{place}", GROUP) for name, place in _PLACES.items()]
     warnings = []
     try:
@@ -126,7 +125,7 @@ def _broken(name: str, why: str) -> Provider:
 
 
 def named(name: str) -> Provider:
-    """Return the provider of that name. ValueError, with those there are, if there is none."""
+    """Return the provider of that name. ValueError, with the known names, if there is none."""
     providers = found().providers
     if name not in providers:
         raise ValueError(f"there is no provider {name!r} in this process, only {', '.join(providers)}")
@@ -134,12 +133,12 @@ def named(name: str) -> Provider:
 
 
 def usual() -> tuple[str, ...]:
-    """Return the names that a sweep takes unless told."""
+    """Return the providers of a sweep by default."""
     return tuple(name for name, provider in found().providers.items() if provider.usual)
 
 
 def listing(num_gpus: int) -> list[tuple[str, str]]:
-    """(name, whether it runs here or why not) of every provider, by a plain bf16 case on two ranks; then warnings."""
+    """Return (name, "runs" or why not) of every provider, for a plain bf16 case on two ranks; then warnings."""
     lines = []
     cases = [Case(op, 4096, 4096, 4096, "bfloat16", 2) for op in OPS]
     for name, provider in found().providers.items():

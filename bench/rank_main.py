@@ -1,9 +1,9 @@
-"""What one rank process of a `RankPool` runs: join the group, then serve calls until the pipe to the parent closes.
+"""Main loop of a rank process of a `RankPool`: join the group, then serve calls until the parent closes the pipe.
 
-Forked from a process that is started as a script, `python -P rank_main.py <socket fd> <parent pid>`, and has imported
-torch, so nothing of the parent's `__main__` runs again, and a broken import of the package shows as that rank's
-traceback. A call is (module, file, qualified name,
-pickled arguments, group size); the module is loaded before the arguments are unpickled, so that its classes arrive too.
+A rank is forked from a server, the script `python -P rank_main.py <socket fd> <parent pid>`, which has imported torch.
+So the parent's `__main__` does not run again, and a broken import of the package shows as that rank's traceback. A call
+is (module, file, qualified name, pickled arguments, group size). The module is loaded before the arguments are
+unpickled, as they may be instances of its classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the parent's spawning thread ends; leave at once if it is gone already."""
+    """Ask the kernel for SIGKILL when the parent's spawning thread ends; exit at once if the parent is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -39,7 +39,7 @@ def die_with_parent(parent: int) -> None:
 
 def load_module(name: str, file: str) -> ModuleType:
     """Return the module `name` if importing it here gives `file`, else `file` run under that name (importlib mode)."""
-    # a script's functions must not find this process's own __main__, nor run the script's guarded part
+    # A script's functions must not find this process's __main__, nor run the script's guarded part.
     name = "fusedtp_parent_main" if name == "__main__" else name
     if name in sys.modules:
         module = sys.modules[name]
@@ -56,11 +56,11 @@ def load_module(name: str, file: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {file} as a module")
     module = importlib.util.module_from_spec(spec)
-    # unpickling a class of "tests.test_x" imports "tests" first, which is a folder without a package
+    # Unpickling a class of "tests.test_x" imports "tests" first, which is a folder without a package.
     parent, folder = name.rpartition(".")[0], os.path.dirname(file)
     while parent and parent not in sys.modules:
         package = ModuleType(parent)
-        # it may import its neighbours
+        # The module may import its neighbours.
         package.__path__ = [folder]
         sys.modules[parent] = package
         parent, folder = parent.rpartition(".")[0], os.path.dirname(folder)
@@ -102,13 +102,13 @@ def call(groups: dict[int, Any], request: bytes) -> bytes:
 
 
 def gloo_of(num_workers: int) -> str:
-    """Register a backend whose groups are gloo's with `num_workers` threads each, and return its name.
+    """Register a gloo backend with `num_workers` threads for each group, and return the backend's name.
 
-    torch gives a gloo group two threads and has no option for it. Each thread assigns the name of the collective that
-    has ended to a std::string of the group, without a lock (ProcessGroupGloo::runLoop, torch 2.11 to 2.15). Two threads
-    that do so at once free the string's memory twice if the name is longer than the 15 characters that a string holds
-    in itself, as ALLGATHER_COALESCED is, which DTensor starts: one of many thousand collectives ends the process. One
-    thread runs the collectives in the order in which they were started.
+    torch gives a gloo group two threads and has no option for it. At the end of a collective each thread assigns its
+    name to a std::string of the group, without a lock (ProcessGroupGloo::runLoop, torch 2.11 to 2.15). Two threads may
+    then free the string's memory twice, if the name exceeds the 15 characters of an inline string, like DTensor's
+    ALLGATHER_COALESCED: one in many thousand collectives kills the process. One thread runs the collectives in the
+    order of their start.
     """
     import torch.distributed as dist
 
@@ -134,7 +134,7 @@ def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: in
     backend = gloo = "gloo" if gloo_workers is None else gloo_of(gloo_workers)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        # NCCL refuses ranks that share a GPU
+        # NCCL refuses ranks that share a GPU.
         if torch.cuda.device_count() >= world_size and dist.is_nccl_available():
             backend = f"cpu:{gloo},cuda:nccl"
     timeout = timedelta(seconds=seconds)
@@ -146,10 +146,10 @@ def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: in
 
 def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
     die_with_parent(server)
-    # C-level handlers: they answer also when Python code cannot run
+    # C-level handlers answer even when Python code cannot run.
     faulthandler.enable(file=stacks_fd)
     faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
-    # Where `ranks.tell` writes.
+    # `ranks.tell` writes to this file descriptor.
     os.environ["FUSEDTP_NOTE_FD"] = str(stacks_fd)
     pipe = Connection(pipe_fd)
     try:
@@ -165,7 +165,7 @@ def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
     except (EOFError, OSError):
-        # the parent closed the pipe: nothing to say, and destructors of a group whose peers are gone may wait
+        # The parent closed the pipe. Skip destructors, as those of a group without its peers may block.
         return
     finally:
         sys.stdout.flush()
@@ -174,12 +174,12 @@ def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a rank for each request, and write each one's exit status to who has asked for it."""
-    # What nobody has imported yet is imported once for all; where that is broken each rank says so.
+    """Fork a rank for each request, and write its exit status to the requester."""
+    # Import once for all ranks. If an import is broken, each rank reports it.
     for name in ("torch", "triton", "numpy", "fusedtp", "torch.distributed.tensor.parallel"):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    # What has been imported stays: no rank's collector goes through it, and has its pages copied by that.
+    # Imported objects stay: a rank's garbage collector must not visit them, which would copy their pages.
     gc.freeze()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)

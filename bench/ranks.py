@@ -3,12 +3,12 @@
     with RankPool(4) as pool:
         results = pool.run(fn, *args)            # [fn(group, *args) on rank 0, ..., rank 3]
 
-Ranks are processes of one thread each, forked from an interpreter that has imported torch and nothing of this process
-(`forks`), joined in a gloo process group (plus NCCL where every rank has a GPU) through a store that this process hosts
-on 127.0.0.1. Functions are shipped by name, arguments and results by value over a private pipe, so nothing has a name
-in the file system. A rank that raises, dies or is late never hangs the caller:
-`RankError` names it, with its traceback or a dump of its stacks, and the next call starts fresh ranks where the old
-ones may be out of step. The ranks die with the thread that started them (PR_SET_PDEATHSIG).
+Ranks are processes of one thread each, forked from an interpreter that has imported torch but not this process's
+modules (`forks`). They join a gloo process group (plus NCCL if every rank has a GPU) through a store that this process
+hosts on 127.0.0.1. Functions are sent by name, arguments and results by value over a private pipe, so nothing has a
+name in the file system. A rank that raises, dies or is late never hangs the caller: `RankError` names the rank, with
+its traceback or a dump of its stacks, and the next call starts fresh ranks if the old ones may be out of step. The
+ranks die with the thread that started them (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from . import forks
 from .forks import ForkServer
 
 START_SECONDS = 180.0
-# after a first failure the other ranks get this long to report theirs: they may hang in a collective without it
+# After a first failure the other ranks get this long to report theirs, as they may hang in a collective.
 GRACE_SECONDS = 3.0
 STACKS_SECONDS = 1.0
 
 
-# As `rank_main` sets it, which imports nothing of the package.
+# Also in `rank_main`, which imports nothing of the package.
 NOTE_FD, NOTE_BYTES = "FUSEDTP_NOTE_FD", 256
 
 last_note = ""
 
 
 def tell(text: str) -> None:
-    """Leave `text`, of at most 256 bytes, in place of what was told before: where this rank is.
+    """Replace this rank's note, at most 256 bytes, about what it is doing.
 
-    A rank of a `RankPool` has a file without a name that its parent reads, and so learns what a rank that hangs or dies
-    was at. Under a launcher nobody reads, and a rank that is late says it itself (`sweep.bounded`).
+    The parent of a `RankPool` reads the note from an anonymous file if the rank hangs or dies. Under a launcher nobody
+    reads notes, and a late rank prints its own (`sweep.bounded`).
     """
     global last_note
     last_note = text
@@ -56,9 +56,9 @@ def tell(text: str) -> None:
 
 
 class RankError(RuntimeError):
-    """Ranks failed. `failures` maps rank -> what happened (traceback, exit status, or where a late rank is stuck).
+    """Ranks failed. `failures` maps rank -> traceback, exit status, or stacks of a late rank.
 
-    notes: what those that failed by themselves, or else the late ones, had told last (`tell`).
+    notes: last notes (`tell`) of the ranks that failed by themselves, or else of the late ranks.
     """
 
     def __init__(self, failures: Mapping[int, str], notes: Mapping[int, str] | None = None) -> None:
@@ -71,7 +71,7 @@ class RankError(RuntimeError):
 
 
 class Reply(NamedTuple):
-    """What one rank gives: a result, or where there is a `text`, its failure, with what the rank had told last."""
+    """One rank's result, or its failure if `text` is not empty, with the rank's last note."""
 
     value: Any
     text: str = ""
@@ -87,7 +87,7 @@ class RankProcess:
         self.pipe, theirs = Pipe(duplex=True)
         self.stacks_fd = os.memfd_create(f"stacks of rank {rank}")
         os.fchmod(self.stacks_fd, 0o600)
-        # The rank has the same place in the file.
+        # The rank shares the file's offset.
         os.truncate(self.stacks_fd, NOTE_BYTES)
         os.lseek(self.stacks_fd, NOTE_BYTES, os.SEEK_SET)
         try:
@@ -154,7 +154,7 @@ class Ranks:
     def __init__(self, world_size: int, seconds: float, server: ForkServer, gloo_workers: int | None = None) -> None:
         import torch.distributed as dist
 
-        # TCPStore on its own would listen on every interface
+        # TCPStore by itself would listen on every interface.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
@@ -183,7 +183,7 @@ class Ranks:
         return all(process.process.poll() is None for process in self.processes)
 
     def stop(self) -> None:
-        """Close the pipes, which idle ranks take as the end, and kill what is left."""
+        """Close the pipes, which ends idle ranks, and kill the others."""
         for process in self.processes:
             process.pipe.close()
         deadline = time.monotonic() + 1.0
@@ -199,13 +199,13 @@ class Ranks:
 
 
 def collect(processes: Sequence[RankProcess], seconds: float, grace: float | None) -> list[Reply]:
-    """One reply per process. Those without an answer after `seconds`, or `grace` after another's failure, are late."""
+    """Return one reply per process. Ranks without an answer after `seconds`, or `grace` after a failure, are late."""
     replies: dict[int, Reply] = {}
     started = time.monotonic()
     deadline = started + seconds
     while len(replies) < len(processes):
         waiting = [process for process in processes if process.rank not in replies]
-        # a dead process closes its end of the pipe, so its pipe is ready too
+        # A dead process closes its end of the pipe, so its pipe is ready too.
         ready = wait([process.pipe for process in waiting], timeout=max(0.0, deadline - time.monotonic()))
         if not ready and time.monotonic() >= deadline:
             for process in waiting:
@@ -224,7 +224,7 @@ def failures(replies: Sequence[Reply]) -> dict[int, str]:
 
 
 def last_notes(replies: Sequence[Reply]) -> dict[int, str]:
-    """Return the notes of the ranks that failed by themselves; where none did, of those that are late."""
+    """Return the notes of the ranks that failed by themselves; if none did, of the late ranks."""
     failed = {rank: reply for rank, reply in enumerate(replies) if reply.text}
     all_late = all(reply.is_late for reply in failed.values())
     return {rank: reply.note for rank, reply in failed.items() if all_late or not reply.is_late}
@@ -237,7 +237,7 @@ class Pending:
         self._pool, self._processes = pool, processes
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Per rank, the result or the exception it raised (RankError for a rank that died or is late)."""
+        """Return each rank's result, or the exception it raised (RankError for a rank that died or is late)."""
         return [reply.value for reply in self._replies(timeout, grace=None)]
 
     def _replies(self, timeout: float | None, grace: float | None) -> list[Reply]:
@@ -246,7 +246,7 @@ class Pending:
         in_step = False
         try:
             replies = collect(self._processes, self._pool.timeout if timeout is None else timeout, grace)
-            # ranks that all failed alike (refused arguments) have done the same collectives; others may not have
+            # Ranks that all failed alike (refused arguments) ran the same collectives; others may not have.
             kinds = {type(reply.value) if reply.text else None for reply in replies}
             in_step = len(kinds) == 1 and RankError not in kinds
             return replies
@@ -275,7 +275,7 @@ class RankPool:
             raise ValueError(f"world_size is {world_size}, at least 1 is needed")
         self.world_size, self.timeout = world_size, timeout
         self.env, self.gloo_workers = dict(env or {}), gloo_workers
-        # Ranks may be started anew more than once; what they are forked from ends with `close`.
+        # Ranks may be restarted more than once; their server ends with `close`.
         self._server: ForkServer | None = None
         self._ranks: Ranks | None = None
         self._finalizers: list[weakref.finalize[[], RankPool]] = []
@@ -286,13 +286,13 @@ class RankPool:
             self._end_ranks()
         if self._ranks is None:
             one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-            # gloo would pick its interface by resolving the host's name
+            # gloo would pick its interface by resolving the host's name.
             env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
-            # Another one for each test, and nothing to a rank.
+            # Differs between tests, and would prevent reuse of a server.
             env.pop("PYTEST_CURRENT_TEST", None)
             if self._server is None or not self._server.serves(env):
                 self.close()
-                # What is finalized runs at interpreter exit as well, the last first.
+                # Finalizers also run at interpreter exit, the last one first.
                 self._server = forks.server_for(env)
                 self._finalizers = [weakref.finalize(self, self._server.release)]
             self._ranks = Ranks(self.world_size, self.timeout, self._server, self.gloo_workers)
@@ -301,13 +301,13 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank; starts the ranks if there are none."""
+        """Return the process ids by rank; start the ranks if there are none."""
         return [process.process.pid for process in self._started().processes]
 
     def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
         """Begin fn(group, *args) on the first `world_size` ranks (default all), the group being theirs.
 
-        fn is a module-level function. ValueError for one that cannot be shipped or a world_size the pool has not.
+        fn is a module-level function. ValueError for a function that cannot be sent, or a world_size above the pool's.
         """
         size = self.world_size if world_size is None else world_size
         if not 1 <= size <= self.world_size:
@@ -324,7 +324,7 @@ class RankPool:
         processes = self._started().processes[:size]
         pending = Pending(self, processes)
         for process in processes:
-            # a rank that died in between is reported by wait
+            # `wait` reports a rank that died in between.
             with contextlib.suppress(OSError):
                 process.pipe.send_bytes(request)
         self._pending = pending
@@ -333,7 +333,7 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, world_size: int | None = None
     ) -> list[Any]:
-        """fn(group, *args) on the first `world_size` ranks; the results by rank. RankError if any rank fails."""
+        """Return the results of fn(group, *args) by rank, on the first `world_size` ranks. RankError if any fails."""
         replies = self.start(fn, *args, world_size=world_size)._replies(timeout, grace=GRACE_SECONDS)
         failed = failures(replies)
         if failed:
@@ -344,9 +344,9 @@ class RankPool:
     def run_again(
         self, fn: Callable[..., Any], *args: Any, told: Callable[[str], object] = print, tries: int = 3
     ) -> list[Any] | None:
-        """Run `fn` as `run` does, again with fresh ranks where one died, which a fault of a baseline's library may do.
+        """Run `fn` as `run` does, and again on fresh ranks if one dies, for example by a fault in a baseline's library.
 
-        Returns None, when a rank has died each time. `told` gets a line for each death.
+        Return None if a rank died each time. `told` gets a line for each death.
         """
         for i in range(1, tries + 1):
             try:
@@ -361,7 +361,7 @@ class RankPool:
         return None
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
-        """Send a signal to one rank. RuntimeError when no ranks are running."""
+        """Send a signal to one rank. RuntimeError if no ranks are running."""
         if self._ranks is None:
             raise RuntimeError("the pool has no running ranks")
         self._ranks.processes[rank].process.send_signal(sig)

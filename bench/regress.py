@@ -1,16 +1,16 @@
 """Compare this checkout with the stored baseline of this machine: `nox -s regress`, exit status 1 if it is slower.
 
-Times on a shared machine differ by more from hour to hour than a regression does. So the baseline holds ratios, medians
-over rounds of two times of one round (`timing`): of every schedule to the matmul alone, and to `unfused`. A busy
-machine moves either ratio by itself; a schedule's slowdown is the lesser of both. What slows all schedules alike is
-therefore reported as `unfused`.
+Times on a shared machine vary more from hour to hour than by a regression. So the baseline holds ratios, medians over
+rounds of two times of one round (`timing`): of every schedule to the matmul alone, and to `unfused`. A busy machine may
+move one of the ratios; a schedule's slowdown is the lesser of both. A slowdown of all schedules is therefore reported
+as `unfused`.
 
 There are two limits: one for the geometric mean of a schedule's slowdowns over all cases, and a wider one for a single
 case. A regression is over its limit in every one of LAUNCHES launches on fresh ranks, because only a new launch draws
-again where the system puts ranks and their memory.
+the placement of ranks and their memory again.
 
-A launch is a run of the benchmarks of tests/test_bench.py. The baseline, results/<machine>/regress.json, is what
-pytest-benchmark saves of a run of BASELINE_LAUNCHES launches.
+A launch is a run of the benchmarks of tests/test_bench.py. pytest-benchmark saves the baseline,
+results/<machine>/regress.json, from a run of BASELINE_LAUNCHES launches.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .cases import OPS, SHAPES, Case
 from .cases import schedules_here as schedules
 from .machine import Machine, describe
 
-# One launch is enough to pass and all of them are needed to fail: below the middle between 1 and 1.3.
+# Below the middle between 1 and 1.3, as the least of LAUNCHES launches counts.
 SCHEDULE_LIMIT, CASE_LIMIT = 1.12, 1.25
 LAUNCHES, BASELINE_LAUNCHES = 4, 4
-# Of a launch on two cores that do nothing else.
+# Seconds of a launch on two idle cores.
 LAUNCH_SECONDS = 30.0
-# A matmul that takes so many times as long as the baseline's is worth a remark where something is slower.
+# Slowdown of the matmul alone from which a busy machine is mentioned beside a regression.
 BUSY = 1.5
 BENCHMARKS = Path("tests/test_bench.py")
-# What makes two machines one: a driver or a version may be the very change that is to be judged.
+# Fields that identify a machine. Driver and versions are not among them: they may be the change to be judged.
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
-# Of a file: what is beyond these was not measured.
+# Range of plausible numbers in a file.
 _LIMITS = (1e-9, 1e9)
 
 
@@ -63,13 +63,13 @@ class Tracked:
     direction: str
 
     def id(self, variant: str) -> str:
-        """Return the name that is stored: it must not change while what it names does not."""
+        """Return the stored name, which must stay the same for the same benchmark."""
         case = self.case
         size = f"{case.M}x{case.N}x{case.K}"
         return f"{case.op}-{size}-{case.dtype}-{case.world_size}-{self.direction}-{variant}"
 
 
-# Times of every variant, round by round, on one set of ranks.
+# Times of each variant, round by round, on one set of ranks.
 Launch: TypeAlias = Mapping[Tracked, Mapping[str, Sequence[float]]]
 
 
@@ -78,7 +78,7 @@ def num_gpus() -> int:
 
 
 def cases(gpus: int) -> tuple[Tracked, ...]:
-    """Return what is tracked on a machine with so many GPUs: every op, one size forward and one with its gradients."""
+    """Return the cases tracked on a machine with `gpus` GPUs: every op, one size forward, one with gradients."""
     found = []
     for op in OPS:
         if gpus:
@@ -86,7 +86,7 @@ def cases(gpus: int) -> tuple[Tracked, ...]:
             sizes = (SHAPES["large"][op][0], "forward"), (SHAPES["square"][op][0], "both")
             dtype = "bfloat16"
         else:
-            # long enough for the matmul to count, short enough for many rounds
+            # Long enough for the matmul to count, short enough for many rounds.
             world_size, dtype = 2, "float32"
             sizes = (SHAPES["medium"][op][0], "forward"), ((512, 512, 512), "both")
         found += [Tracked(Case(op, *shape, dtype, world_size), direction) for shape, direction in sizes]
@@ -94,7 +94,7 @@ def cases(gpus: int) -> tuple[Tracked, ...]:
 
 
 def keys_of(tracked: Iterable[Tracked], names: Sequence[str]) -> dict[str, tuple[Tracked, str, str]]:
-    """By "id / reference": the case, the schedule and the reference of every ratio."""
+    """Return the case, schedule and reference of every ratio, by "id / reference"."""
     return {
         f"{each.id(schedule)} / {reference}": (each, schedule, reference)
         for each in tracked for schedule in names for reference in REFERENCES if schedule != reference
@@ -102,15 +102,15 @@ def keys_of(tracked: Iterable[Tracked], names: Sequence[str]) -> dict[str, tuple
 
 
 def schedule_means(values: Mapping[str, float]) -> dict[str, float]:
-    """From "id / reference" to "schedule / reference": geometric means over the cases."""
+    """Return geometric means over the cases: from "id / reference" to "schedule / reference"."""
     names = {key: key.rpartition("-")[2] for key in values}
     return {name: geometric_mean(values[key] for key in values if names[key] == name) for name in names.values()}
 
 
 def samples_of(launches: Sequence[Launch], names: Sequence[str]) -> dict[str, list[float]]:
-    """Return by benchmark every ratio in every round.
+    """Return every ratio in every round, by benchmark.
 
-    Also of each launch the means over cases of a schedule's medians, and in s those of the matmul's.
+    Also return for each launch the means over cases of each schedule's median ratios, and of the matmul's medians in s.
     """
     found: dict[str, list[float]] = {}
     for launched in launches:
@@ -126,7 +126,7 @@ def samples_of(launches: Sequence[Launch], names: Sequence[str]) -> dict[str, li
 
 
 class NotComparable(ValueError):
-    """A baseline that this run cannot be held against: malformed, another machine's, or of other cases."""
+    """A baseline that does not apply to this run: malformed, another machine's, or of other cases."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class Measured:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """Return what tells two machines apart, in words; empty for one machine, whatever its versions are."""
+    """Return the differences between two machines in words; empty for one machine with any versions."""
     pairs = {name: (theirs.get(name), ours.get(name)) for name in IDENTITY}
     return ", ".join(f"{name} {their!r} there, {our!r} here" for name, (their, our) in pairs.items() if their != our)
 
 
 def read(path: Path, machine: Machine) -> Measured:
-    """Return what was measured, of a file that is not touched. NotComparable unless it is ours, and this machine's."""
+    """Read a baseline without changing the file. NotComparable unless valid and measured on this machine."""
     try:
         content = entry_of(read_text(path, max_bytes=store.MAX_BYTES))
         theirs, found = _benchmarks(content, asdict(machine))
@@ -162,7 +162,7 @@ def read(path: Path, machine: Machine) -> Measured:
 
 
 def _benchmarks(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str, Any], Measured]:
-    # What another version of pytest-benchmark may say besides is not looked at.
+    # Ignore further fields of other versions of pytest-benchmark.
     theirs = content.entry("machine_info").only(*(name for name in machine if name not in ("commit", "dirty")))
     commit = content.entry("commit_info").text("id")
     found: dict[str, dict[str, float]] = {}
@@ -178,16 +178,17 @@ def _benchmarks(content: Entry, machine: Mapping[str, Any]) -> tuple[Mapping[str
 
 
 def run(folder: Path, launches: int, plant: str, against: Path | None = None) -> Path:
-    """Run the benchmarks on as many fresh sets of ranks; what pytest-benchmark has saved of them below `folder`.
+    """Run the benchmarks on `launches` fresh sets of ranks; return the file that pytest-benchmark saves in `folder`.
 
-    It shows them beside those of the file `against`. Exits with 1 where they fail, as for a wrong result.
+    pytest-benchmark shows the results beside those of the file `against`. Exit with 1 if a benchmark fails, for example
+    with a wrong result.
     """
     if not BENCHMARKS.exists():
         raise ValueError(f"there is no {BENCHMARKS}: run it in the folder of a checkout")
     options = [f"--benchmark-storage={folder}", "--benchmark-save=run", "-q", "-k", "test_ratio"]
     options += [f"--benchmark-compare={against}", "--benchmark-sort=name"] if against else ["--benchmark-quiet"]
     env = {**os.environ, "FUSEDTP_LAUNCHES": str(launches), "FUSEDTP_PLANT": plant}
-    # -P: this folder's fusedtp/ is not the installed package.
+    # -P, as this folder's fusedtp/ is not the installed package.
     if subprocess.run([sys.executable, "-P", "-m", "pytest", str(BENCHMARKS), *options], env=env).returncode:
         raise typer.Exit(1)
     (saved,) = folder.rglob("*_run.json")
@@ -195,23 +196,23 @@ def run(folder: Path, launches: int, plant: str, against: Path | None = None) ->
 
 
 def limit(name: str) -> float:
-    """Of an id, which has dashes, or a schedule; none is on the matmul."""
+    """Return the limit of an id (with dashes) or of a schedule; the matmul has none."""
     return CASE_LIMIT if "-" in name else math.inf if name == "matmul" else SCHEDULE_LIMIT
 
 
 def excess(slowdowns: Mapping[str, float]) -> dict[str, float]:
-    """Return what is over its limit."""
+    """Return the slowdowns above their limits."""
     return {name: by for name, by in slowdowns.items() if by > limit(name)}
 
 
 def lesser(values: Mapping[str, float]) -> dict[str, float]:
-    """From "name / reference" to "name": the least over references."""
+    """Return the least over references: from "name / reference" to "name"."""
     names = {key: key.partition(" / ")[0] for key in values}
     return {name: min(values[key] for key in values if names[key] == name) for name in names.values()}
 
 
 def check_cases(baseline: Measured, keys: Iterable[str]) -> None:
-    """NotComparable unless the baseline has these ratios and no others."""
+    """Raise NotComparable unless the baseline has exactly these ratios."""
     new, gone = sorted(set(keys) - set(baseline.ratios)), sorted(set(baseline.ratios) - set(keys))
     if new or gone:
         lacks = (
@@ -221,9 +222,10 @@ def check_cases(baseline: Measured, keys: Iterable[str]) -> None:
 
 
 def judge(now: Measured, baseline: Measured) -> dict[str, float]:
-    """How much slower than the baseline, which has the same ids, 1 being as fast.
+    """Return slowdowns against the baseline, which has the same ids; 1 means equally fast.
 
-    Every schedule over all of its ids, then every id; and `matmul` alone, in time and so of the machine as it is now.
+    First each schedule over all of its ids, then each id, then `matmul` alone: its time, which shows the machine's
+    state.
     """
     by_key = {key: ratio / baseline.ratios[key] for key, ratio in now.ratios.items()}
     return lesser(schedule_means(by_key)) | lesser(by_key) | {"matmul": now.matmul / baseline.matmul}
@@ -235,7 +237,7 @@ def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]
     least: dict[str, float] = {}
     for number in range(1, LAUNCHES + 1):
         with TemporaryDirectory() as folder:
-            # Where something is over its limit, pytest-benchmark shows all of it beside the baseline.
+            # If a limit was exceeded, pytest-benchmark shows all results beside the baseline.
             against = path if number > 1 else None
             new = judge(read(run(Path(folder), 1, plant, against), machine), baseline)
         least = {name: min(by, least.get(name, by)) for name, by in new.items()}
@@ -248,7 +250,7 @@ def compare(path: Path, machine: Machine, plant: str, say: Callable[[str], None]
 
 
 def save(path: Path, machine: Machine, say: Callable[[str], None]) -> None:
-    """Measure a baseline and put it at `path`. NotComparable where its launches do not agree with each other."""
+    """Measure a baseline and store it at `path`. NotComparable if its launches do not agree with each other."""
     with TemporaryDirectory() as folder:
         saved = run(Path(folder), BASELINE_LAUNCHES, "")
         spread, content = read(saved, machine).spread, saved.read_bytes()
@@ -263,7 +265,7 @@ def save(path: Path, machine: Machine, say: Callable[[str], None]) -> None:
 
 
 def planted(text: str, known: Sequence[str]) -> dict[str, float]:
-    """{"decomposed": 1.3} from "decomposed=1.3". ValueError for another schedule, or a factor that is not above 1."""
+    """Return {"decomposed": 1.3} for "decomposed=1.3". ValueError for an unknown schedule, or a factor of 1 or less."""
     plant = {}
     for part in filter(None, text.split(",")):
         found = re.fullmatch(r"(\w+)=([0-9]+\.?[0-9]*)", part)
@@ -298,7 +300,7 @@ def regress(
             raise ValueError(f"--plant needs a baseline, and there is no {path}: run without it first")
         if baseline is not None and not baseline.exists() and not save_baseline:
             raise ValueError(f"there is no {baseline}")
-        # also before it is replaced: what is not ours stays
+        # Check the file also before replacing it, so that a foreign file stays.
         stored = read(path, machine) if path.exists() else None
         if stored is None or save_baseline:
             typer.echo(f"{'new' if stored else 'no'} baseline for {machine.name}: measuring one, then {path}")

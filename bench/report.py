@@ -1,7 +1,7 @@
-"""What a person reads, all of it made of rows: tables in the terminal, pictures, and a page that needs nothing else.
+"""Reports made from rows: tables in the terminal, pictures, and a self-contained page.
 
-The page fetches nothing: no network, no fonts, no files beside it. What came from outside (a gate's words, names,
-paths) is escaped. A section is there if the rows have something for it.
+The page fetches nothing: no network, no fonts, no files beside it. Text from outside (a gate's words, names, paths) is
+escaped. A section is shown if the rows have data for it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class Picture(NamedTuple):
-    """For the page. `name`: also that of its PNG."""
+    """A picture on the page. `name`: also of its PNG."""
 
     name: str
     title: str
     svg: str
 
 
-# By section of the page: what draws a picture of rows that are alike in machine, model and these columns.
+# For each section of the page: the function that draws, and the columns that group its rows, besides machine and model.
 PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = {
     "time": (figures.time_curves, ("direction", "dtype")),
     "speedup": (figures.speedup_map, ("direction",)),
@@ -45,7 +45,7 @@ PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = 
 
 
 def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False) -> None:
-    """Print the timed cases, the totals of blocks, what was checked or not run, every failure, and the verdict.
+    """Print the timed cases, totals of blocks, checked cases, cases not run, failures, and the verdict.
 
     verbose: also rates, each check, each reason why something was not run, and how to read the tables.
     """
@@ -91,14 +91,14 @@ def picture(rows: Sequence[Measurement], path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Where the pictures of a file of rows go as PNGs."""
+    """Return the folder for the PNGs of a file of rows."""
     return path.with_name(f"{path.stem}-figures")
 
 
 def write(rows: Sequence[Measurement], path: Path) -> str:
-    """Write the page and its pictures beside the rows' file, with the timeline that is there.
+    """Write the page and its pictures beside the rows' file, with the stored timeline if any.
 
-    Return why the timeline is not drawn, if it is malformed.
+    Return why the timeline is not drawn if malformed.
     """
     recorded, malformed = None, ""
     if (beside := path.with_name("timeline.json")).exists():
@@ -117,7 +117,7 @@ def write(rows: Sequence[Measurement], path: Path) -> str:
 
 
 def _kept(section: str, words: str, figure: Any, path: Path) -> Picture:
-    # The layout is found once, for both files.
+    # Compute the layout once, for both files.
     figure.get_layout_engine().execute(figure)
     figure.set_layout_engine("none")
     name = slug(f"{section} {words}")
@@ -126,7 +126,7 @@ def _kept(section: str, words: str, figure: Any, path: Path) -> Picture:
 
 
 def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
-    # With words for what they share; models first, as they are what was asked for.
+    # Yield groups with a title; models first, as users ask for them.
     found = sorted(parts(frame, "machine", "model", *columns), key=lambda group: (group[0][0], not group[0][1]))
     for (machine, model, *values), part in found:
         named = zip(columns, values, strict=True)
@@ -174,10 +174,10 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
 
 
 def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardware]) -> list[Measurement]:
-    """For every measured forward case with two ranks or more: each schedule that was timed, as the model has it.
+    """Return predicted rows of each timed schedule, for every measured forward case on two ranks or more.
 
-    hardware_of: the table's entry for a number of ranks. The model does without the measured times; operands are given
-    as they are multiplied, as when measured. ValueError where it has no number for a dtype.
+    hardware_of: the table's entry for a number of ranks. The model does not use measured times. Operands are already in
+    the dtype of the matmul, as in the measurement. ValueError if the hardware has no number for a dtype.
     """
     found = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""Rows: one measurement each, with everything needed to judge it, kept as CSV under results/<machine>/.
+"""Rows: one measurement each, with everything needed to judge it, stored as CSV under results/<machine>/.
 
-A file is only ever replaced as a whole (written beside, then renamed) and only after what is there was read: a file
-that is malformed, or not ours, is named in the error and left as it is. Measuring a case again replaces all rows of
-that case, so the rows that are compared with each other come from one interleaved run.
+A file is only replaced as a whole (written beside, then renamed), after the existing file was read. If that file is
+malformed or foreign, the error names it, and it stays unchanged. Measuring a case again replaces all rows of that case,
+so the rows that are compared with each other come from one interleaved run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from .timing import Verdict
 
 PASSED = "passed"
-# how the gate of a variant begins that cannot run here; the reason follows
+# Prefix of the gate of a variant that cannot run here, before the reason.
 NOT_RUN = "not run: "
-# a hundred thousand rows
+# About a hundred thousand rows.
 MAX_BYTES = 64 << 20
-# what a spreadsheet takes for the beginning of a formula
+# Characters that begin a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, bool]
@@ -39,18 +39,18 @@ CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, boo
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One variant of one case in one direction. Times in ms; None where there is no number.
+    """One variant of one case in one direction. Times in ms; None if there is no number.
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
     block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the
     bounds), own_matmul (our kernel with every flag already raised), unfused, decomposed, fused, auto, and the
-    baselines of others. rounds_ms: every round's time, in the order that the variants of a case share; empty in files
-    from before they were kept. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's
-    median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests'
-    definitions. bound_ms: the longer of matmul and comm. overlap_efficiency: the part of what the unfused run adds to
-    the matmul that is hidden. gate: "passed", "not run: " and the reason, or what is wrong; only what passed has a
-    number. error_ratio: the largest error over what rounding may leave. interpreted: ran in Triton's interpreter,
-    checked and not timed. predicted: from a model, not a clock.
+    baselines of other libraries. rounds_ms: every round's time, in the order that the variants of a case share; empty
+    in older files. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median over
+    this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests' definitions.
+    bound_ms: the longer of matmul and comm. overlap_efficiency: the hidden part of the time that unfused takes beyond
+    the matmul. gate: "passed", "not run: " and the reason, or the error; only passed rows have numbers. error_ratio:
+    the largest error over the allowed error. interpreted: ran in Triton's interpreter, checked and not timed.
+    predicted: from a model, not a clock.
     """
 
     op: str
@@ -102,7 +102,7 @@ class Measurement:
 
     @property
     def case(self) -> CaseKey:
-        """What rows compared with each other share."""
+        """Return the key that rows of one comparison share."""
         size = self.op, self.M, self.N, self.K, self.dtype, self.world_size
         return *size, self.direction, self.model, self.tokens, self.layer, self.interpreted
 
@@ -112,12 +112,12 @@ class Measurement:
 
     @property
     def failed(self) -> bool:
-        """Whether it ran and was refused."""
+        """Return whether the variant ran and failed its check."""
         return not self.passed and not self.gate.startswith(NOT_RUN)
 
 
-# What a cell of each kind matches, and its value. No more digits than are finite; int() alone would take spaces,
-# underscores and digits of any script as well.
+# Pattern and conversion for each kind of cell. The number of digits is bounded, so values are finite. int() alone would
+# accept spaces, underscores and digits of any script.
 _FLOAT = r"-?[0-9]{1,30}(\.[0-9]{1,30})?(e[+-]?[0-9]{1,2})?"
 _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "str": (r"[^\0]*", lambda text: text[1:] if text[:1] == "'" and text[1:].startswith((*_FORMULA, "'")) else text),
@@ -130,13 +130,13 @@ _WORDS = {
     "str": "text without zero bytes", "int": "a whole number", "float | None": "a number", "bool": "True or False",
     "tuple[float, ...]": "numbers with one space between them",
 }  # fmt: skip
-# annotations are strings here: `from __future__ import annotations`
+# Annotations are strings here: `from __future__ import annotations`.
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
-# The columns of files from before rounds were kept.
+# Columns of older files, without rounds.
 _WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
 
-# What a name may be, and what a number: beyond these a file means nothing that could be drawn or compared.
+# Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
@@ -148,16 +148,16 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 
 def cell(value: object) -> str:
-    """Return a value as CSV has it: six digits, empty if not finite, and nothing that a spreadsheet evaluates."""
+    """Return a value as CSV text: six digits, empty if not finite, and nothing that a spreadsheet evaluates."""
     if isinstance(value, tuple):
         return " ".join(map(cell, value))
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
     if not isinstance(value, str):
         return f"{value:.6g}" if isinstance(value, float) else str(value)
-    # a bare carriage return would end the line for some readers
+    # A bare carriage return would end the line for some readers.
     text = value.replace("\r\n", "\n").replace("\r", "\n")
-    # an apostrophe of the text's own is escaped too, so that reading takes away exactly what writing added
+    # A leading apostrophe of the text is escaped too, so that reading removes exactly what writing added.
     return "'" + text if text.startswith((*_FORMULA, "'")) else text
 
 
@@ -171,7 +171,7 @@ def write(path: Path, rows: Iterable[Measurement]) -> None:
 
 
 def read(path: Path) -> list[Measurement]:
-    """Return the rows of a file, or ValueError saying where it is not what `write` writes. The file is not touched."""
+    """Return the rows of a file. ValueError names the place that `write` would not write. The file is not changed."""
     foreign = f"{path} is not a CSV file of results, as fusedtp sweep writes them"
     try:
         # A spreadsheet puts a byte order mark before the text.
@@ -203,7 +203,7 @@ def read(path: Path) -> list[Measurement]:
 
 
 def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
-    # ValueError beginning with the column's name.
+    # A ValueError begins with the column's name.
     if len(cells) != len(names):
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
     values: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
 
 
 def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
-    """Write `rows` in place of the file's rows of the same cases; all its rows, old and new."""
+    """Replace the file's rows of the same cases by `rows`; return all rows, old and new."""
     measured = {row.case for row in rows}
     kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
     together = [*kept, *rows]
@@ -238,7 +238,7 @@ def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
     return together
 
 
-# Run in Triton's interpreter where there is no GPU.
+# Variants that run in Triton's interpreter without a GPU.
 KERNELS = ("fused", "own_matmul")
 # Bytes on a link for each byte of a collective's whole buffer, over n ranks: nccl-tests' busbw / algbw.
 _BUS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -246,7 +246,7 @@ _BUS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one job found out about one variant in one direction, the same on every rank."""
+    """The result of one job for one variant in one direction, the same on every rank."""
 
     variant: str
     direction: str
@@ -265,16 +265,16 @@ class Outcome:
 
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
-    """Return what `variant`'s median says beside those of the others, in ms: columns of its row."""
+    """Return the columns of `variant`'s row that relate its median to the others; medians are in ms."""
     own, unfused, matmul, comm = (medians.get(name) for name in (variant, "unfused", "matmul", "comm"))
     if not own:
         return {}
     n = case.world_size
     sent = traffic(case, direction) if n > 1 else []
-    # A pass that sends nothing has the matmul alone as its bound, and nothing to hide.
+    # A pass that sends nothing has only the matmul as its bound, and nothing to hide.
     bound = None if matmul is None else matmul if not sent else None if comm is None else max(matmul, comm)
     if variant == "comm":
-        # bytes per ms are kB/s, and 1e6 of them GB/s
+        # Bytes per ms are kB/s; 1e6 kB/s are 1 GB/s.
         algbw = sum(num_bytes for _, num_bytes in sent) / own / 1e6
         busbw = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
         return {"bound_ms": bound} | ({"algbw_gbps": algbw, "busbw_gbps": busbw} if sent else {})
@@ -314,5 +314,5 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
 
 
 def now() -> str:
-    """Return the time as rows have it."""
+    """Return the current time in the format of rows."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

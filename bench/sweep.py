@@ -1,12 +1,12 @@
 """The sweep: every case through the gate, then the clock, on ranks of our own or on torchrun's.
 
-A job is one case with the variants and directions to run. On a GPU per rank all of them are timed. Without that, our
-kernels are checked at small sizes and never timed: on a CPU they run in Triton's interpreter, and ranks that share a
-GPU take turns on it. A variant that fails its check, or a job whose ranks fail, gives a row that says so and has no
-number; one that cannot run here gives a row with the reason, once an op, world size and direction.
+A job is one case with the variants and directions to run. With a GPU for each rank all variants are timed. Otherwise
+our kernels are checked at small sizes and not timed: on a CPU they run in Triton's interpreter, and ranks that share a
+GPU take turns. A variant that fails its check, or a job whose ranks fail, gives a row with the failure and without
+numbers. A variant that cannot run here gives a row with the reason, once for each op, world size and direction.
 
-Ranks that hang, die or fall out of step in a provider's call are ended: its row says so, the job runs again without it
-on fresh ranks, and no later job tries it.
+Ranks that hang, die or fall out of step in a provider's call are ended. The provider's row says so, the job runs again
+without the provider on fresh ranks, and no later job tries the provider.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .timing import Verdict, gate, measure, slowed
 
 
 def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType({})) -> list[Outcome]:
-    """One job on this rank; collective over `group`. plant: times of variants that are made longer by a factor."""
+    """Run one job on this rank; collective over `group`. plant: factors by which variants are slowed down."""
     import torch
     import torch.distributed as dist
 
@@ -79,7 +79,7 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
 
 
 def _path(variant: str) -> str:
-    # The schedule that has just run, and why.
+    # Return the schedule that has just run, and why.
     import fusedtp
 
     taken = fusedtp.last_path() if variant in (*SCHEDULES, "auto") else None
@@ -87,24 +87,24 @@ def _path(variant: str) -> str:
 
 
 def failed(job: Job, text: str) -> list[Outcome]:
-    """Outcomes of a job whose ranks failed: no variant has a number."""
+    """Return the outcomes of a job whose ranks failed: no variant has a number."""
     verdict = Verdict(error=text)
     tried = [(name, direction) for direction in job.directions for name in job.variants_of(direction)]
     return [*job.absent, *(Outcome(name, direction, verdict) for name, direction in tried)]
 
 
 def blamed(error: RankError) -> tuple[str, str]:
-    """Return the first variant and direction that ranks failed in; ("", "") if none had begun."""
+    """Return the variant and direction in which ranks first failed; ("", "") if none had begun."""
     begun = [note.split(" ", 2) for note in error.notes.values() if note]
     _, direction, variant = min(begun, key=lambda note: int(note[0]), default=["", "", ""])
     return variant, direction
 
 
 def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
-    """Return what ranks started here need set before they import torch and Triton."""
+    """Return the environment variables that ranks need before they import torch and Triton."""
     if not num_gpus:
         return dict([INTERPRET])
-    # torch's symmetric memory refuses ranks that share a GPU unless told that it is meant
+    # torch's symmetric memory refuses ranks that share a GPU, unless this is set.
     return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if num_ranks > num_gpus else {}
 
 
@@ -115,7 +115,7 @@ def run_spawned(
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
     rows: list[Measurement] = []
-    # Providers that have cost a job its ranks, and at which case.
+    # Providers in whose calls ranks failed, and the case.
     lost: dict[str, str] = {}
     with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
         for job in jobs:
@@ -136,22 +136,22 @@ def run_spawned(
             new = rows_of(job.case, outcomes, machine)
             rows += new
             if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
-                # a workspace that lost a peer refuses further use: what failed must not fail the next job too
+                # A workspace that lost a peer refuses further use, which would fail the next job too.
                 pool.close()
             done(job, new)
     return rows
 
 
 def launched() -> bool:
-    """Whether a launcher such as torchrun started this process as one of several ranks."""
+    """Return whether a launcher such as torchrun started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextlib.contextmanager
 def bounded(seconds: float, what: str) -> Iterator[None]:
-    """End this process, with its stacks and last note on standard error, if it is in here for longer than that.
+    """End this process if the body takes longer than `seconds`, with its stacks and last note on standard error.
 
-    For a rank that nobody watches: a launcher ends the others when one has ended.
+    For ranks of a launcher, which ends the others when one rank ends.
     """
 
     def end() -> None:
@@ -173,7 +173,7 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
 def run_launched(
     jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
 ) -> list[Measurement]:
-    """Run the jobs as one rank of the launcher's; every rank calls this with the same jobs, rank 0 gets the rows."""
+    """Run the jobs as one rank of a launcher; every rank calls this with the same jobs, rank 0 gets the rows."""
     import torch
     import torch.distributed as dist
 
@@ -185,7 +185,7 @@ def run_launched(
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        # What is missing was asked on each rank: rank 0's answer holds.
+        # Each rank planned its own jobs, so use those of rank 0.
         agreed: list[Any] = [list(jobs)]
         dist.broadcast_object_list(agreed, 0)
         jobs = agreed[0]
@@ -197,7 +197,7 @@ def run_launched(
                     new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
                 rows += new
                 done(job, new)
-            # ranks outside the group must not start the next job's barrier while this one is timed
+            # Ranks outside the group must not start the next job's barrier while this job is timed.
             dist.barrier()
         return rows
     finally:

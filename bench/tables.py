@@ -1,4 +1,4 @@
-"""Every table that is made of rows: a frame of cells each, printed by rich or put on the page by pandas' Styler."""
+"""Tables made from rows: each a frame of cells, printed by rich or put on the page by pandas' Styler."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Format: TypeAlias = "str | Callable[[Any], str]"
 
 
 def milliseconds(value: float, digits: int = 3) -> str:
-    """So many digits or more, and no power of ten."""
+    """Return at least `digits` digits, without an exponent."""
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 SIZE = "M x N x K"
-# Of a heading's last line, or the one above a schedule's name, as a variant may have any name; other numbers have three
+# Formats by a heading's last line, or by the line above a variant's name, which may be any. Other numbers have three
 # digits.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
@@ -47,7 +47,7 @@ BOUND = (
 
 @dataclass(frozen=True)
 class CellTable:
-    """`note`: how to read it. `optional`: headings, or lines of them, that a narrow console can do without."""
+    """A table. `note`: how to read it. `optional`: headings, or lines of them, that a narrow console leaves out."""
 
     name: str
     title: str
@@ -60,13 +60,13 @@ class CellTable:
         cls, name: str, title: str, lines: Iterable[Mapping[str, Any]] | pd.DataFrame, note: str = "",
         optional: tuple[str, ...] = (),
     ) -> CellTable:  # fmt: skip
-        """From cells by heading, without the columns in which no line has anything."""
+        """Make a table from cells by heading, without empty columns."""
         cells: Any = lines if isinstance(lines, pd.DataFrame) else pd.DataFrame(list(lines))
         return cls(name, title, cells.loc[:, ~(cells.isna() | cells.eq("")).all()], note, optional)
 
     @property
     def numbers(self) -> dict[str, Format]:
-        """The formats of the columns at the right; the others are text."""
+        """Return the formats of the numeric columns at the right; the others are text."""
         ends = {str(name): str(name).split("\n") for name in self.cells}
         known = {
             name: FORMATS.get(line[0] if line[-1] in (*SCHEDULES, "auto") else line[-1]) for name, line in ends.items()
@@ -75,7 +75,7 @@ class CellTable:
         return plain | {name: how for name, how in known.items() if how}
 
     def html(self) -> str:
-        """Everything that a cell or a heading holds is escaped."""
+        """Return the table as HTML, with cells and headings escaped."""
         from pandas.io.formats.style import Styler
 
         formats: Any = self.numbers
@@ -87,9 +87,9 @@ class CellTable:
         return str(styler.to_html())
 
     def print(self, console: Console, by: str = "", style: str | None = None) -> None:
-        """Print it below its title, or a table for each value of the column `by`.
+        """Print the table below its title, or a table for each value of the column `by`.
 
-        Columns of `optional` that the console has no room for are left out, the first ones first.
+        If the console is too narrow, columns of `optional` are left out, the first ones first.
         """
         if by and by in self.cells:
             console.print(self.title, style=style or "bold", soft_wrap=True)
@@ -134,7 +134,7 @@ def _text(value: Any, how: Format) -> str:
 
 
 def summary(frame: pd.DataFrame) -> CellTable:
-    """Each schedule over all its cases with two ranks or more, the best first."""
+    """Return a line for each schedule over all its cases on two ranks or more, the best first."""
     note = (
         f"Speed-ups are over {BASELINE}, the mean is geometric. Faster and slower are counted where the 95 % interval "
         f"of the ratio leaves out 1. Communication hidden: of what {BASELINE} spends beyond the matmul, the share that "
@@ -146,7 +146,7 @@ def summary(frame: pd.DataFrame) -> CellTable:
 
 
 def standings(frame: pd.DataFrame) -> CellTable:
-    """From which size on each schedule wins, by op, direction and number of ranks."""
+    """Return the size from which on each schedule wins, by op, direction and number of ranks."""
     found = by_size(frame, "machine", "model", "direction", "matmul", "world_size", "short_dtype").rename(
         columns={"world_size": "ranks", "short_dtype": "dtype"}
     )
@@ -160,7 +160,7 @@ def standings(frame: pd.DataFrame) -> CellTable:
 
 
 def _about(first: Mapping[str, Any]) -> dict[str, Any]:
-    # The columns that say which case it is.
+    # Columns that identify the case.
     op = ", ".join(filter(None, (TITLES.get(first["op"], first["op"]), first["model"])))
     size = f"{first['size']} {first['short_dtype']}"
     return {"op": op, "layer": first["layer"], SIZE: size, "ranks": first["world_size"]}
@@ -172,7 +172,7 @@ def _spread(row: Any) -> str:
 
 
 def times(frame: pd.DataFrame, direction: str) -> CellTable:
-    """One line a case: times, speed-ups, how much is hidden."""
+    """Return a line for each case: times, speed-ups, part of the communication hidden."""
     shown = timed(frame[frame["direction"] == direction])
     variants = [variant for (variant,), _ in parts(shown, "variant")]
     rivals = [variant for variant in variants if variant not in (*ALONE, *SCHEDULES)]
@@ -200,12 +200,12 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
     return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
 
 
-# What is said of a schedule's time beside those of others, by heading: the rows' column.
+# Columns of rows that relate a schedule's time to others, by heading.
 _RATIOS = {"speed-up": "speedup_vs_unfused", "of matmul": "matmul_fraction", "hidden": "overlap_efficiency"}
 
 
 def rates(frame: pd.DataFrame, direction: str) -> CellTable:
-    """One line a case: arithmetic and link rates, the longer of the two bounds, and which of them it is."""
+    """Return a line for each case: arithmetic and link rates, the longer of the two bounds, and its name."""
     lines = []
     for first, case in cases(timed(frame[frame["direction"] == direction])):
         line, (longest, what) = _about(first), bound(case)
@@ -218,7 +218,7 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
 
 
 def totals(frame: pd.DataFrame) -> CellTable:
-    """One line a model's block and direction: sums of its matmuls, and what the fastest schedule gains over unfused."""
+    """Return a line for each block and direction: sums of its matmuls, and the fastest schedule's gain over unfused."""
     found, lines = blocks(frame), []
     variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
     for shared, medians in found:
@@ -236,7 +236,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
 
 
 def checked(frame: pd.DataFrame) -> CellTable:
-    """One line an op, variant and number of ranks: what was compared with the float64 product and not timed."""
+    """Return a line for each op, variant and number of ranks: cases that were checked against float64 and not timed."""
     columns, lines = ("op", "direction", "variant", "interpreted", "world_size"), []
     for (op, direction, variant, interpreted, ranks), members in parts(
         frame[frame["passed"] & frame["median_ms"].isna()], *columns
@@ -254,7 +254,7 @@ def checked(frame: pd.DataFrame) -> CellTable:
 
 
 def refused(frame: pd.DataFrame) -> CellTable:
-    """Return what ran and was wrong, row by row."""
+    """Return the rows that failed their check."""
     wrong = records(frame[frame["failed"]])
     lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
     title = f"FAILED: {len(wrong)} of {len(frame)} results were wrong, or their calls failed; these have no time"
@@ -262,7 +262,7 @@ def refused(frame: pd.DataFrame) -> CellTable:
 
 
 def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
-    """Return by variant why it could not run here, a line a reason, with its ops and numbers of ranks."""
+    """Return the reasons why each variant could not run here, a line each, with ops and numbers of ranks."""
     lines = dict[str, list[str]]()
     for (variant, gate), members in parts(frame[~frame["passed"] & ~frame["failed"]], "variant", "gate"):
         where = "; ".join(f"{op} on {each(some, 'world_size')}" for (op,), some in parts(members, "op"))
@@ -271,7 +271,7 @@ def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def verdict(frame: pd.DataFrame) -> list[str]:
-    """Return in a few lines whether a schedule gains, where, and which one `auto` takes and why."""
+    """Return a few lines: which schedules gain in which cases, and which schedule `auto` takes and why."""
     shown, lines = compared(frame), list[str]()
     for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
         ordered, faster = sorted(records(members), key=lambda row: row["speedup"]), (members["low"] > 1).sum()
@@ -280,7 +280,7 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         lines.append(f"{gain}, no difference in the others (95 % intervals).")
         least = f"; least {_ratio(ordered[0])}" if len(ordered) > 1 else ""
         lines.append(f"Most {_ratio(ordered[-1])}{least}.")
-    # A reason ends with the op and dtype of its case.
+    # Strip the op and dtype of the case from the end of the reason.
     taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
     for way, count in Counter(taken).most_common(2):
         schedule, _, reason = way.partition(": ")
@@ -294,7 +294,7 @@ def _ratio(row: Any) -> str:
 
 
 def everything(frame: pd.DataFrame) -> CellTable:
-    """All rows, timed ones first, by the columns of their file that any has; the page's script sorts and filters."""
+    """Return all rows, timed rows first, with every non-empty column; the page's script sorts and filters."""
     rows = frame.iloc[frame["median_ms"].isna().argsort(kind="stable")][list(COLUMNS)].drop(columns="rounds_ms")
     for name in rows.select_dtypes("bool"):
         rows[name] = rows[name].map({True: "yes", False: ""})

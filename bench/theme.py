@@ -1,4 +1,4 @@
-"""Style of every picture, and how one is saved: as a PNG, or as SVG for the page, in the page's font."""
+"""Style pictures, and save them as PNG, or as SVG for the page, in the page's font."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fusedtp.files import replace
 
 # Series are told apart by lightness, marker and label as well as by hue.
 COLOURS = {
-    # what is no series: text, lesser text, lines of grids, the surface below, text on a bar
+    # Not series: text, minor text, grid lines, background, text on a bar.
     "ink": "#1d1e22",
     "muted": "#5d616b",
     "line": "#e2e4e9",
@@ -26,13 +26,13 @@ COLOURS = {
     "fused": "#d1495b",
     "auto": "#5b3a8c",
     "own_matmul": "#7d5a2b",
-    # of all other variants: which, their names decide
+    # Other variants, chosen by their names.
     "peer-1": "#e09b12",
     "peer-2": "#2b9483",
     "peer-3": "#8f4a16",
     "peer-4": "#6b7f2a",
     "peer-5": "#a23b8f",
-    # where time goes, in the bars and in the timeline
+    # Parts of time, in the bars and in the timeline.
     "multiply": "#3f6797",
     "travel": "#e8a33d",
     "wait": "#d3d6dc",
@@ -45,21 +45,21 @@ _PEERS = tuple(name for name in COLOURS if name.startswith("peer-"))
 RC: dict[str, Any] = {
     "font.family": "DejaVu Sans", "font.size": 9, "text.color": COLOURS["ink"],
     **dict.fromkeys(("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), COLOURS["muted"]),
-    # the title's place is given, it need not be sought: that takes longer than drawing
+    # Fix the title's place, as matplotlib's search for one takes longer than drawing.
     "axes.titlecolor": COLOURS["ink"], "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titley": 1.0,
     "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5, "legend.fontsize": 8, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6, "axes.facecolor": "none",
     "axes.axisbelow": True, "grid.color": COLOURS["line"], "grid.linewidth": 0.8,
     "hatch.color": COLOURS["muted"], "hatch.linewidth": 0.5,
-    # also that of the layout, which is found once for all files
+    # The layout uses this resolution too, as it is computed once for all files.
     "figure.dpi": 160, "svg.fonttype": "none", "svg.hashsalt": "fusedtp",
-    # names come out of files: a dollar sign is one
+    # Names from files may contain dollar signs.
     "text.parse_math": False,
 }  # fmt: skip
 
 
 def style() -> AbstractContextManager[None]:
-    """While a figure is made and saved."""
+    """Return the context in which a figure is made and saved."""
     import matplotlib
 
     settings: Any = RC
@@ -67,12 +67,12 @@ def style() -> AbstractContextManager[None]:
 
 
 def colour(name: str) -> str:
-    """To draw with. A provider, of any name, has the same look in every picture."""
+    """Return the colour of a series or part; a provider of any name has one look in every picture."""
     return COLOURS[name if name in COLOURS else _PEERS[_place(name) % len(_PEERS)]]
 
 
 def marker(variant: str) -> str:
-    """See `colour`. Two names may share one of both, seldom both."""
+    """Return the marker of a variant. Two names may share a colour or a marker, seldom both."""
     if variant in MARKERS:
         return MARKERS[variant]
     return PEER_MARKERS[_place(variant) // len(_PEERS) % len(PEER_MARKERS)]
@@ -83,7 +83,7 @@ def _place(name: str) -> int:
 
 
 def bar(kind: str, **more: Any) -> dict[str, Any]:
-    """Return how a bar of this kind of time looks; waiting is hatched."""
+    """Return the style of a bar for this kind of time; waiting is hatched."""
     hatched = {"hatch": "////", "edgecolor": colour("muted")} if kind == "wait" else {}
     return {"facecolor": colour(kind), "linewidth": 0.0, **hatched, **more}
 
@@ -97,7 +97,7 @@ def panels(rows: Sequence[float], num_columns: int, *, line: float, row: float, 
 
 
 def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
-    """Names instead of a y axis, by place from above, of which the panel has room for `lines`."""
+    """Put names in place of a y axis, by place from above, in a panel with room for `lines` lines."""
     axes.set_yticks(list(names), list(names.values()))
     axes.set_ylim(lines - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -110,8 +110,7 @@ def log_scale(axes: Any, which: str) -> None:
 
     class Ticks(LogLocator):
         def tick_values(self, vmin: float, vmax: float) -> Any:
-            # Powers of ten where the axis has enough of them, then more between them. A whole range may lie between
-            # two powers of ten.
+            # Powers of ten if the axis has enough of them, else more ticks between them, as the range may contain none.
             coarse = [LogLocator(subs=subs, numticks=8) for subs in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0))]
             for locator in (*coarse, MaxNLocator(5)):
                 values = locator.tick_values(vmin, vmax)
@@ -126,13 +125,13 @@ def log_scale(axes: Any, which: str) -> None:
 
 
 def not_measured(axes: Any) -> None:
-    """Says so in the middle of a panel for which there is nothing."""
+    """Write "not measured" in the middle of an empty panel."""
     style = {"ha": "center", "va": "center", "color": colour("muted")}
     axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, **style)
 
 
 def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any) -> None:
-    """Above all panels, each label once: of `handles`, bars of a kind or artists, or of what the panels have."""
+    """Draw the legend above all panels, each label once: of `handles` (artists, or kinds of bars), or of the panels."""
     from matplotlib.patches import Patch
 
     if handles is None:
@@ -143,19 +142,19 @@ def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any
 
 
 def save(figure: Any, path: Path) -> None:
-    """As a PNG on white, replaced as a whole."""
+    """Save the figure as a PNG on white; replace the file as a whole."""
     drawn = BytesIO()
     figure.savefig(drawn, format="png", facecolor="white")
     replace(path, drawn.getvalue())
 
 
 def svg(figure: Any, name: str, label: str) -> str:
-    """Return an <svg> element for a page, of which every id begins with `name`."""
+    """Return an <svg> element for a page; all its ids begin with `name`."""
     drawn = StringIO()
     none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(drawn, format="svg", transparent=True, metadata=none)
     text = drawn.getvalue()
-    # several pictures share the page, and matplotlib counts from 1 in each
+    # Several pictures share the page, and matplotlib counts ids from 1 in each.
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{name}-", text[text.index("<svg") :])
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "var(--font)", text)
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)

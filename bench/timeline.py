@@ -1,10 +1,9 @@
-"""When each rank multiplied, copied and waited in one call of an op: recorded, and kept as a trace for Perfetto.
+"""Record when each rank multiplies, copies and waits in one call of an op, as a trace for Perfetto.
 
-The schedules mark what they do (`fusedtp.trace`). Here they run on ranks of their own, each behind the gate and a few
-warm-up calls, then some recorded rounds, in which the schedules take turns and which all ranks enter through a barrier;
-shown is the round whose slowest rank is the median. Only what the host does can be recorded: on a
-CPU that is everything but interpreted kernels. On a GPU the host issues work and leaves, so there is nothing to show
-there; use torch.profiler.
+The schedules mark their spans (`fusedtp.trace`). Here they run on fresh ranks, each schedule after the gate and a few
+warm-up calls. Then come recorded rounds, in which the schedules take turns. All ranks enter a round through a barrier.
+The round whose slowest rank is the median is shown. Only the host's work can be recorded: on a CPU that is everything
+but interpreted kernels. On a GPU the host only issues work; use torch.profiler there.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from .problem import Problem
 from .store import MAX_BYTES
 from .tables import milliseconds
 
-# recorded by the host: see the module's docstring
+# Schedules that the host can record; see above.
 SCHEDULES = ("decomposed", "unfused")
 WARM_CALLS = 3
 NAMES = {"travel": "copy", "multiply": "multiply", "wait": "wait", "add": "add up", "collective": "collective"}
 _FORMAT = "fusedtp timeline 1"
-# Of a file: an hour, and less than a clock can tell.
+# Range of times in a file: up to an hour, and down to less than a clock resolves.
 _MOST_US, _LEAST_MS = 3.6e9, 1e-6
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One of trace.KINDS, or "call" for the whole; begin and length in microseconds from the round's first call."""
+    """A span of one of trace.KINDS, or "call" for the whole; begin and length in us from the round's first call."""
 
     schedule: str
     rank: int
@@ -57,7 +56,7 @@ class Mark:
 class Timeline:
     """`about`: the case, the machine, the commit and the number of rounds, as the trace's otherData has them.
 
-    Its `calls`, which older files are without: the ms of every recorded call, by schedule and round.
+    Its `calls` (not in older files) are the ms of every recorded call, by schedule and round.
     """
 
     about: dict[str, Any]
@@ -71,16 +70,16 @@ class Timeline:
         return [mark for mark in self.marks if mark.schedule == schedule and kind in (None, mark.kind)]
 
     def last_ms(self, schedule: str) -> float:
-        """When the last rank ends, in ms from the first one's call."""
+        """Return the end of the last rank, in ms from the first rank's call."""
         return max(mark.begin_us + mark.length_us for mark in self.of(schedule)) / 1e3
 
     def calls(self, schedule: str) -> Timing | None:
-        """All recorded calls of a schedule, None where they were not kept."""
+        """Return all recorded calls of a schedule, or None if not stored."""
         times = [call["ms"] for call in self.about.get("calls", ()) if call["schedule"] == schedule]
         return Timing.of(times) if times else None
 
     def parts_ms(self, schedule: str) -> dict[str, float]:
-        """Return what the call of the rank that ends last is made of, in ms by kind; "" is the rest of it."""
+        """Return the ms of each kind in the call of the rank that ends last; "" is the rest of the call."""
         last = max(self.of(schedule, "call"), key=lambda mark: mark.begin_us + mark.length_us)
         found = defaultdict(float, {"": (last.begin_us + last.length_us) / 1e3})
         for mark in self.of(schedule):
@@ -114,7 +113,7 @@ def record(
                 raise AssertionError(verdict.error)
             for _ in range(WARM_CALLS):
                 problem.runner(schedule)()
-        # in turns, starting one further every round: a drift of the machine meets them all alike
+        # In turns, starting one further every round, so that drift affects all alike.
         for turn in range(rounds * len(schedules)):
             schedule = schedules[(turn + turn // len(schedules)) % len(schedules)]
             run = problem.runner(schedule)
@@ -131,7 +130,7 @@ def record(
 def timeline(
     case: Case, schedules: Sequence[str], rounds: int, machine: Machine, *, timeout: float = 120.0
 ) -> Timeline:
-    """Record on ranks started here. RankError where one fails, with the gate's words where a result is wrong."""
+    """Record on ranks started here. RankError if a rank fails, with the gate's message for a wrong result."""
     from .ranks import RankPool
 
     with RankPool(case.world_size, timeout=timeout) as pool:
@@ -161,7 +160,7 @@ def _label(mark: Mark) -> str:
 
 
 def write(found: Timeline, path: Path) -> None:
-    """Return trace events for ui.perfetto.dev and chrome://tracing: a process a schedule, a thread a rank."""
+    """Write trace events for ui.perfetto.dev and chrome://tracing: a process a schedule, a thread a rank."""
     events: list[dict[str, Any]] = []
     for pid, schedule in enumerate(found.schedules):
         marks = found.of(schedule)
@@ -180,7 +179,7 @@ def write(found: Timeline, path: Path) -> None:
 
 
 def read(path: Path) -> Timeline:
-    """Return what `write` wrote; ValueError, with the key, for anything else."""
+    """Read a file of `write`; ValueError, with the key, for anything else."""
     try:
         content = entry_of(read_text(path, max_bytes=MAX_BYTES)).only("traceEvents", "displayTimeUnit", "otherData")
         about = content.entry("otherData")
@@ -222,7 +221,7 @@ def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
     )  # fmt: skip
 
 
-# Why a schedule is slower than unfused, by the kind of time that it spends more of.
+# Reasons why a schedule is slower than unfused, by the kind of time that grew most.
 _REASONS = {
     "multiply": "multiplying took {own} ms, in unfused {other}: the arithmetic is the same, so chunks multiply more "
     "slowly here than the whole, or the machine was disturbed",
@@ -234,7 +233,7 @@ _REASONS = {
 
 
 def remarks(found: Timeline) -> list[str]:
-    """Each schedule against unfused: over all recorded calls, and why the call that is shown is slower where it is."""
+    """Return remarks on each schedule against unfused, over all calls, and why the shown call is slower if it is."""
     lines = []
     called = [schedule for schedule in found.schedules if found.of(schedule, "call")]
     for schedule in called if BASELINE in called else ():
@@ -259,14 +258,14 @@ def remarks(found: Timeline) -> list[str]:
     return lines
 
 
-# Lanes of a rank: what it computes, and below it what it sends or waits for.
+# Kinds in the second lane of a rank, below its compute lane.
 _TRANSFERS = ("travel", "collective", "wait")
 
 
 def figure(found: Timeline) -> Any:
-    """Draw a panel a schedule, unfused first, and two lanes a rank over one axis of time: compute, and transfers.
+    """Draw a panel for each schedule, unfused first, with two lanes for each rank: compute, and transfers.
 
-    Within `theme.style`.
+    All panels share one axis of time. Called within `theme.style`.
     """
     from matplotlib.lines import Line2D
 

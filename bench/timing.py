@@ -1,13 +1,12 @@
 """The measuring protocol: gate first, then interleaved rounds whose times are the slowest rank's.
 
-Per iteration: a barrier (on a GPU also a flush of its L2 cache), then the op between two clock readings. A process
-without a group has nobody to meet; its stream spins until the host has issued the call, so that on a GPU the device's
-work is timed and not the launch. The variants
-take turns within each round, starting one further every round, so a drift of the machine meets them all alike. Rank 0
-decides how many rounds there are and broadcasts it: ranks that decide alone run different numbers and hang. An
-iteration's time is the maximum over ranks. Every round is kept, beside the median and the 20th and 80th percentiles.
+Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op between two clock readings. A process
+without a group has no barrier: its stream spins until the host has issued the call, so that a GPU's work is timed and
+not the launch. The variants take turns within each round, starting one further every round, so drift affects all alike.
+Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
+the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles.
 
-The barrier's skew is part of the time: measured, a gloo barrier lets 2 ranks on 2 cores go 16 us apart, 4 ranks 90 us.
+The time includes the barrier's skew: measured after a gloo barrier, 16 us for 2 ranks on 2 cores, 90 us for 4 ranks.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ from .problem import Problem
 from .providers import Missing
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
-# The gate has run everything once: a first round that takes this long is not thrown away,
+# The gate has run everything once, so a first round that takes this long counts.
 KEPT_SECONDS = 0.5
-# and of rounds that take this long three are enough.
+# Three rounds are enough if a round takes this long.
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
-# Ranks that fail in the same call do so within this.
+# Ranks that fail in the same call fail within this time of each other.
 AGREE_SECONDS = 3.0
-# Cycles at up to 2 GHz in which the host issues one launch, about 120 us; and the two events.
+# Cycles at up to 2 GHz in which the host issues one launch, about 120 us; and both events.
 _LAUNCH_CYCLES, _EVENTS_CYCLES = 250_000, 250_000
 
-# How often a variant has failed in a group: its ranks count alike, as long as they fail together.
+# Number of failures of a variant in a group: ranks count alike as long as they fail together.
 _failures: Counter[tuple[str, str]] = Counter()
 
 
 class ProviderFailed(RuntimeError):
-    """A provider raised on this rank and not on all: the ranks are out of step. Says which provider, case and rank."""
+    """A provider raised on this rank but not on all, so ranks are out of step. Names the provider, case and rank."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A variant's check, the worst over ranks. `error` is empty when every rank passed.
+    """A variant's check, the worst over ranks. `error` is empty if every rank passed.
 
-    missing: why a provider cannot run after all, which only its ranks found; it was not checked then.
+    missing: why a provider could not run after all, as its ranks found; it was not checked then.
     """
 
     max_error: float = 0.0
@@ -63,7 +62,7 @@ class Verdict:
 
     @classmethod
     def worst(cls, checks: Sequence[tuple[float, float]]) -> Verdict:
-        """Of several checks that passed: each the largest error, and the largest error over what is allowed."""
+        """Return the worst of several passed checks: (largest error, largest error / allowed error) each."""
         return cls(max(error for error, _ in checks), max(ratio for _, ratio in checks))
 
 
@@ -72,15 +71,15 @@ def gate(
 ) -> dict[str, Verdict]:
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
-    Variants run twice unless `once`: what a first call leaves behind (flags, buffers) is where a second one goes wrong.
-    `ProviderFailed` for a provider that raises on some of the ranks: where those and the others are is not known.
+    Variants run twice unless `once`, as flags and buffers left by a first call may break a second call.
+    `ProviderFailed` if a provider raises on some of the ranks, as the ranks are then out of step.
     """
     verdicts = {}
     for variant in variants:
         results: list[Results] = []
         try:
             run = problem.runner(variant, direction)
-            # all calls before the first check: a rank that finds its result wrong must not leave the others waiting
+            # All calls come before the first check: a rank with a wrong result must not leave the others waiting.
             results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -112,8 +111,8 @@ def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
 
 
 def _all_failed(group: ProcessGroup, variant: str) -> bool:
-    # Whether every rank says that it has failed here, before long. By the group's store: a rank that has not failed may
-    # be in a collective of the provider's, which one of ours would be taken for.
+    # Return whether every rank reports this failure in time. Ranks use the group's store: a rank that has not failed
+    # may be in a collective of the provider, which would match a collective started here.
     store = torch_private.store_of(group)
     number = _failures[group.group_name, variant] = _failures[group.group_name, variant] + 1
     key = f"fusedtp.bench failed {variant} {number}"
@@ -137,10 +136,11 @@ def measure(
 ) -> dict[str, Timing]:
     """Time the runners; all ranks of the group call this with the same names and get the same numbers.
 
-    `seconds` is the time to spend, from which rank 0 derives the number of rounds (5 to 50) after one that is not
-    counted; `rounds` fixes it instead. A first round of half a second and more does count; of 2 seconds, 3 rounds do.
-    `before` is called with a runner's name ahead of each of its iterations. `launches`: how many kernels and copies a
-    runner issues at most, which the device waits for.
+    - `seconds`: time to spend. Rank 0 derives the number of rounds from it (5 to 50), after a first round that does not
+      count. A first round of half a second or more counts; 3 rounds of 2 seconds or more are enough.
+    - `rounds`: fixes the number of rounds instead.
+    - `before`: called with a runner's name ahead of each of its iterations.
+    - `launches`: most kernels and copies that a runner issues; the device spins meanwhile.
     """
     if not runners:
         return {}
@@ -173,7 +173,7 @@ def measure(
 
 
 def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Callable[[], object]:
-    """`run` followed by a busy wait, together `factor` times as long: to see an alarm go off."""
+    """Return `run` followed by a busy wait, together `factor` times as long, to test an alarm."""
 
     def wait_for_device() -> None:
         if device.type == "cuda":
@@ -195,7 +195,7 @@ def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Ca
 def _agree_on_rounds(
     round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup | None, device: torch.device
 ) -> tuple[int, int]:
-    # (rounds, how many of them the first one is: 0 or 1), as rank 0 decides.
+    # Return (rounds, 1 if the first round counts, else 0), as rank 0 decides.
     is_long, is_kept = round_seconds >= LONG_SECONDS, round_seconds >= KEPT_SECONDS
     fitting = round(seconds / max(round_seconds, 1e-9))
     own = rounds or min(MAX_ROUNDS, max(LONG_ROUNDS if is_long else MIN_ROUNDS, fitting))
@@ -214,19 +214,19 @@ class _HostClock:
         self._group = group
 
     def iteration(self, run: Callable[[], object]) -> float:
-        """Milliseconds of one call on this rank."""
+        """Return the milliseconds of one call on this rank."""
         if self._group is not None:
             dist.barrier(group=self._group)
         start = time.perf_counter()
         result = run()
         elapsed = (time.perf_counter() - start) * 1e3
-        # freeing a large result returns pages to the system: not part of the op
+        # Freeing a large result returns pages to the system, which is not part of the op.
         del result
         return elapsed
 
 
 class _CudaClock:
-    """Device time between two events, behind a barrier on the stream and with a cold L2 cache."""
+    """Device time between two events, after a barrier on the stream and with a cold L2 cache."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device, launches: int) -> None:
         self._group, self._spin_cycles = group, _EVENTS_CYCLES + launches * _LAUNCH_CYCLES
@@ -236,9 +236,9 @@ class _CudaClock:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def iteration(self, run: Callable[[], object]) -> float:
-        """Milliseconds of one call on this rank."""
+        """Return the milliseconds of one call on this rank."""
         self._flush.zero_()
-        # The host issues the call while the device spins: what it takes is no part of the call.
+        # The host issues the call while the device spins, so the time to issue is not measured.
         torch_private.spin(self._spin_cycles)
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)

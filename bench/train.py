@@ -1,4 +1,4 @@
-"""A small Llama-style decoder trained on synthetic text, on a data x tensor mesh and in one process.
+"""Train a small Llama-style decoder on synthetic text, on a data x tensor mesh and in one process.
 
 Tokens are split over the data axis by batch, over the tensor axis by sequence; attention heads and the features of the
 MLP are split over the tensor axis. The same decoder in plain torch, drawn from the same seed in one process, is the
@@ -7,10 +7,10 @@ reference: both must give the same losses, step by step, within what rounding do
     embed [V, H] -> blocks: x + out(attend(qkv(norm(x)))), x + mlp(norm(x)) -> norm -> head [V, H]      x [S, B, H]
 
 Parameters that are whole on every rank (embedding, norms, head) see only this rank's tokens, so their gradients are
-added over both axes; those of the sharded weights over the data axis only.
+added over both axes. Gradients of sharded weights are added over the data axis only.
 
-The same decoder, its tokens split by sequence over all ranks, gives log-probabilities of one text alone and in a batch:
-are they the same on any number of ranks, to the bit?
+`compare_bits` splits tokens by sequence over all ranks and compares log-probabilities of one text, alone and in a
+batch, bit for bit between numbers of ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PlainMLP(nn.Module):
 
 
 class TrainedBlock(nn.Module):
-    """Attention and MLP; `tensor` None makes it of plain layers."""
+    """Attention and MLP; made of plain layers if `tensor` is None."""
 
     def __init__(self, settings: Training, tensor: ProcessGroup | None, schedule: str) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class TrainedBlock(nn.Module):
 
 
 def _rotated(x: Tensor) -> Tensor:
-    # Rotary positions; x [B, heads, S, size] holds the whole sequence.
+    # Apply rotary positions; x [B, heads, S, size] holds the whole sequence.
     half = x.shape[-1] // 2
     angle = torch.arange(x.shape[-2])[:, None] * 10_000 ** (-torch.arange(half) / half)
     cos, sin = angle.cos(), angle.sin()
@@ -113,7 +113,7 @@ def _rotated(x: Tensor) -> Tensor:
 class TrainedDecoder(nn.Module):
     """Token ids [S, B] of this rank to logits [S, B, V].
 
-    alone: a group of this rank, for a head in the order of the layers.
+    alone: a group of this rank alone, for a head with the reduction order of the layers.
     """
 
     def __init__(
@@ -136,14 +136,14 @@ class TrainedDecoder(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def whole_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that every rank holds alike."""
+        """Yield the parameters that are whole on every rank."""
         for name, parameter in self.named_parameters():
             if "norm" in name or name.startswith(("embed", "head")):
                 yield parameter
 
 
 def text(settings: Training, step: int) -> Tensor:
-    """Synthetic ids [S + 1, B]: each id follows from the one before, but for noise, so there is something to learn."""
+    """Return synthetic ids [S + 1, B]: each id follows from the previous one but for noise, so it can be learned."""
     random = torch.Generator().manual_seed(settings.seed * 100_003 + step)
     ids = torch.randint(settings.vocabulary, (settings.sequence + 1, settings.batch), generator=random)
     for place in range(1, settings.sequence + 1):
@@ -200,14 +200,14 @@ def _add_gradients(
 
 
 def sharded(group: ProcessGroup, settings: Training, data_size: int, schedule: str) -> list[float]:
-    """One rank of a data x tensor mesh over all ranks; the losses, which every rank has alike."""
+    """Train as one rank of a data x tensor mesh over all ranks; return the losses, equal on every rank."""
     mesh = init_device_mesh("cpu", (data_size, group.size() // data_size), mesh_dim_names=("data", "tensor"))
     fusedtp.set_timeout(300)
     return train(settings, mesh.get_group("data"), mesh.get_group("tensor"), schedule)
 
 
 def farthest(curves: dict[str, list[float]]) -> float:
-    """Return the largest difference of a loss of any run from that of the first run, at the same step."""
+    """Return the largest difference at any step between the loss of any run and of the first run."""
     first, *others = curves.values()
     return max(abs(loss - its) for losses in others for loss, its in zip(losses, first, strict=False))
 
@@ -264,11 +264,11 @@ def compare(
 
 
 def log_probabilities(group: ProcessGroup, settings: Training, batch: int) -> Tensor:
-    """Of the first sequence's next tokens [S], with `batch` sequences in all; the same on every rank.
+    """Return log-probabilities [S] of the first sequence's next tokens in a batch; the same on every rank.
 
-    What lies between the linears works token by token, or sequence by sequence and head by head. The head is whole on
-    every rank, which has other tokens there for every number of ranks: so it is a linear of this rank alone, in the
-    same order.
+    Ops between the linears work token by token, or sequence by sequence and head by head. The head is whole on every
+    rank, but a rank's tokens depend on the number of ranks. So the head is a linear of this rank alone, in the same
+    reduction order.
     """
     mesh = init_device_mesh("cpu", (group.size(), 1), mesh_dim_names=("tensor", "alone"))
     tensor, alone = mesh.get_group("tensor"), mesh.get_group("alone")
@@ -286,7 +286,7 @@ def log_probabilities(group: ProcessGroup, settings: Training, batch: int) -> Te
 def compare_bits(
     settings: Training, world_sizes: tuple[int, ...] = (1, 2, 4), done: Callable[[], object] = lambda: None
 ) -> list[tuple[int, int, bool, float]]:
-    """(ranks, batch, whether the bits of one rank alone, largest difference to those), of 1 and of all sequences."""
+    """Return (ranks, batch, equal to one rank bit for bit, largest difference) for 1 and for all sequences."""
     found: list[tuple[int, int, bool, float]] = []
     expected: Tensor | None = None
     for world_size in world_sizes:
@@ -301,5 +301,5 @@ def compare_bits(
 
 
 def of_order(order: str) -> Training:
-    """Return a small decoder with linears in this order, for `compare_bits`."""
+    """Return settings of a small decoder with linears in this reduction order, for `compare_bits`."""
     return Training(order=order, vocabulary=32, hidden=32, intermediate=64, sequence=16)

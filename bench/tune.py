@@ -1,9 +1,8 @@
 """`fusedtp tune`: measure a few sizes of every op by every schedule on this machine, for `schedule="auto"`.
 
-Matmuls are jobs of the sweep, each result checked before it is timed; collectives alone take turns by its clock. Of
-each time the quartiles are kept, and by how much a schedule is slower than the fastest beyond the noise of both. On a
-CPU the machine's rates are measured too, from collectives of next to nothing and of a few MB, as the cost model needs
-them.
+Matmuls are jobs of the sweep, each checked before it is timed. Collectives alone are timed by the sweep's clock, in
+turns. The table keeps quartiles, and by how much each schedule is slower than the fastest beyond noise. On a CPU the
+rates for the cost model are measured too, from collectives of a few bytes and of a few MB.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from .sweep import rank_environment, run_job
 from .timing import measure
 
 COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
-# A small, a middling and a large one, and one with much to send for what it multiplies.
+# A small, a medium and a large size, and one with much communication for its arithmetic.
 CPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     op: ((64, 256, 256), *(SHAPES[name][op][0] for name in ("small", "medium", "square", "comm"))) for op in OPS
 }
-# The MLP of a 70B model at few and many tokens.
+# MLP of a 70B model at few and many tokens.
 GPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     op: tuple(
         (tokens, 28672, 8192) if op == ALL_GATHER_MATMUL.name else (tokens, 8192, 28672)
@@ -68,7 +67,7 @@ def time_collectives(
 
 
 def host_ms(group: ProcessGroup, seconds: float) -> float:
-    """Return an op's cost on the host: one that has nobody to send to, and next to nothing to copy; collective."""
+    """Return an op's cost on the host, from an op that sends nothing and copies a few bytes; collective."""
     groups = [dist.new_group([dist.get_global_rank(group, rank)]) for rank in range(group.size())]
     x, alone = torch.zeros(8, 8), groups[group.rank()]
     runner = {"host": lambda: collectives.all_gather(x, group=alone, schedule="unfused")}
@@ -82,10 +81,10 @@ def rates_of(
     n: int, host: float, small: Mapping[str, float], large: Mapping[str, float], num_bytes: Sequence[int],
     tflops: Mapping[str, float],
 ) -> dict[str, Any]:  # fmt: skip
-    """`hardware.measured_cpu`'s arguments from the ms of an all-gather of two numbers of bytes, by schedule.
+    """Return arguments of `hardware.measured_cpu` from the ms of all-gathers of two sizes, by schedule.
 
-    In place a rank copies its share once to publish it and all of the result out of the arenas, each byte read and
-    written; the backend sends the others' shares.
+    `decomposed` copies a rank's share once to publish it, and the whole result out of the arenas; each byte is read and
+    written. The backend sends the others' shares.
     """
     more = num_bytes[1] - num_bytes[0]
     grown = {name: max(large[name] - small[name], 1e-6) * 1e3 for name in ("decomposed", "unfused")}  # us
@@ -113,7 +112,7 @@ def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
 
 
 def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
-    """Return what a table keeps of a matmul's times."""
+    """Return a matmul's entry in the table."""
     times = {name: timing for name, timing in timings.items() if name != "matmul"}
     op, n, dtype, rows, cols, third = size_of(case)
     return Sample(op, n, dtype, rows, cols, third, **kept(times))
@@ -124,7 +123,7 @@ Step: TypeAlias = "Case | tuple[int, str, int, int]"
 
 
 def steps(world_sizes: Sequence[int], dtypes: Sequence[str], num_gpus: int) -> Iterator[Step]:
-    """Return what is measured, in order. float8 has no collectives alone."""
+    """Yield the steps to measure, in order. float8 has no collectives alone."""
     for n, dtype in itertools.product(world_sizes, dtypes):
         if dtype not in EVERY_FLOAT8:
             yield from ((n, dtype, rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES)
@@ -133,7 +132,7 @@ def steps(world_sizes: Sequence[int], dtypes: Sequence[str], num_gpus: int) -> I
 
 
 def job_of(case: Case, seconds: float, num_gpus: int) -> Job:
-    """Return the job of a matmul: the library's alone, and each schedule that is timed here."""
+    """Return the job of a matmul: the library's matmul alone, and each schedule that is timed here."""
     return Job(case, ("matmul", *schedules_here(num_gpus)), True, seconds, num_gpus=num_gpus)
 
 
@@ -149,7 +148,7 @@ def tune(
 ) -> tuple[list[Sample], dict[int, dict[str, Any]]]:
     """Return samples, and on CPUs rates, measured on ranks started here.
 
-    `said` hears of what was refused; `done` is called after each step.
+    `said` is called for each refused variant, `done` after each step.
     """
     most = max(step.world_size if isinstance(step, Case) else step[0] for step in planned)
     samples: list[Sample] = []
@@ -163,7 +162,7 @@ def tune(
                 found = time_matmul(pool, job_of(step, seconds, num_gpus), said)
                 if "unfused" in found and len(found) > 2:
                     samples.append(sample_of(step, found))
-                # The matmul alone is the library's: none of ours that could be refused.
+                # The matmul alone is the library's, so it is never refused.
                 rate = 2 * step.M * step.N * step.K / step.world_size / found["matmul"].median_ms / 1e9
                 tflops[step.world_size][step.dtype] = max(rate, tflops[step.world_size][step.dtype])
             else:
@@ -182,7 +181,7 @@ def tune(
 
 
 def time_matmul(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:
-    """Return the times of each variant that is right; `said` hears of the others."""
+    """Return the times of each variant that passes; `said` is called for the others."""
     found = {}
     for outcome in pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]:
         if outcome.gate != PASSED:

@@ -1,15 +1,15 @@
-"""`fusedtp tune --kernels`: which tile is the fastest for a size, on the GPUs at hand, for the kernels of `fused`.
+"""`fusedtp tune --kernels`: find the fastest tile of the `fused` kernels for a size, on the GPUs of this machine.
 
-The candidates are the tiles that a multiprocessor has room for and, of the table's tile, other parts of the contraction
-(all-reduce of few rows) and other numbers of programs that push (gather).
+The candidates are the tiles that fit on a multiprocessor, and the table's tile with other numbers of parts of the
+contraction (all-reduce of few rows) or of programs that push (gather).
 
 1. Each rank multiplies alone with every candidate, with every signal raised in advance (`preset`).
 2. The fastest few run as the whole op on all ranks, in turns with the table's tile.
-3. The winner and the table's tile run alone, in rounds of their own: the least of many times is less than it should be.
+3. The winner and the table's tile run again in separate rounds, as the least of many times is biased.
 
 A candidate that cannot be compiled, or gives a wrong result on any rank, is refused before it is timed.
 
-Where kernels are interpreted the same runs at tiny sizes: everything is checked, and no number means anything.
+With interpreted kernels the same runs at tiny sizes: everything is checked, and times are meaningless.
 """
 
 from __future__ import annotations
@@ -45,22 +45,25 @@ from .timing import measure
 
 T = TypeVar("T")
 
-# How many of those that ran alone are tried together, how many parts a contraction may have, how many programs push.
+# Number of candidates that reach step 2; candidates for parts of a contraction, and for programs that push.
 FINALISTS, SPLITS, PUSHERS = 4, (1, 2, 4, 8), (4, 8, 16, 32, 64)
-# Of a candidate alone; and of the last rounds, which decide.
+# Rounds of a candidate in step 1, and in step 3.
 ROUNDS_ALONE, ROUNDS_LAST = 10, 30
-# An interpreted op takes a second: so many tiles are tried, in so many rounds.
+# Numbers of tiles and rounds with interpreted kernels, as an interpreted op takes a second.
 TINY_TILES, TINY_ROUNDS = 2, 2
-# A size that has less than this is not begun: it would be over before its kernels are compiled.
+# Least time for a size: with less, it would end before its kernels are compiled.
 LEAST_SECONDS = 10.0
 
 
 @dataclass
 class TileSearch:
-    """What the search of a case found: tiles as text, in the order in which they were tried.
+    """Result of the search for a case: tiles as text, in the order in which they were tried.
 
-    alone, together: ms by tile, of the matmul on each rank and of the whole op. refused: why tiles were not timed.
-    usual: the table's. ms, usual_ms, faster: as in `Tuned`. cut_short: whether the time was over before all were tried.
+    - alone, together: ms by tile, of the matmul on each rank and of the whole op.
+    - refused: why tiles were not timed.
+    - usual: the table's tile.
+    - ms, usual_ms, faster: as in `Tuned`.
+    - cut_short: the time ended before all tiles were tried.
     """
 
     case: Case
@@ -76,20 +79,20 @@ class TileSearch:
     cut_short: bool = False
 
     def tuned(self) -> Tuned:
-        """As a table of measurements has it."""
+        """Return the entry in the table of measurements."""
         measured = self.choice, self.ms, self.usual_ms, self.faster
         return Tuned(*size_of(self.case), *measured, version_here())
 
 
 def missing(case: Case) -> str:
-    """Why a case has no tiles to choose, or ""."""
+    """Return why a case has no tiles to choose, or ""."""
     if case.dtype == MXFP8:
         return "operands with scales of blocks have one tile, that of their matrix unit"
     return "one rank runs no kernel" if case.world_size == 1 else ""
 
 
 class Search:
-    """One case on this rank of `group`; every method is collective. seconds: as rank 0 counts them."""
+    """Search for one case on this rank of `group`; every method is collective. seconds: by rank 0's clock."""
 
     def __init__(self, group: ProcessGroup, case: Case, seconds: float) -> None:
         self._group, self._case, self._deadline = group, case, time.monotonic() + seconds
@@ -110,14 +113,14 @@ class Search:
         self.found = TileSearch(case, str(self.usual))
 
     def all_right(self, error: str) -> tuple[str, bool]:
-        """Return the first rank's error of those that have one; whether there is time left."""
+        """Return the error of the first rank that failed, or "", and whether there is time left."""
         everyone: list[Any] = [None] * self._group.size()
         dist.all_gather_object(everyone, (error, self._deadline - time.monotonic()), group=self._group)
         errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
         return errors[0] if errors else "", everyone[0][1] > 0
 
     def _tried(self, attempt: Callable[[], T]) -> tuple[T | None, str]:
-        # What it gives, and what it fails with here: errors of kernels, of checks, and of a compiler that gives up.
+        # Return the result, and the error of a kernel, of a check, or of the compiler.
         try:
             return attempt(), ""
         except Exception as error:
@@ -132,7 +135,7 @@ class Search:
         return {"shared_bytes": properties["max_shared_mem"], "lanes": 64 if torch.version.hip else 32}
 
     def candidates(self) -> list[Choice]:
-        """Other choices than the table's."""
+        """Return other choices than the table's."""
         case, sizes = self._case, self.problem.m_sizes
         rows = case.M if case.kind == "all_reduce" else max(sizes)
         cols = -(-case.N // case.world_size) if case.kind == "gather" else case.N
@@ -145,7 +148,7 @@ class Search:
         return found[:TINY_TILES] if self._tiny else found
 
     def alone(self, tried: Iterable[Choice]) -> bool:
-        """Check and time the matmul of each with signals preset; whether there is time left."""
+        """Check and time the matmul of each choice with preset signals; return whether there is time left."""
         left = True
         for choice in tried:
             name = str(choice)
@@ -159,14 +162,14 @@ class Search:
                 rounds = 1 if self._tiny else ROUNDS_ALONE
                 times = measure({name: launch}, self._group, self._device, rounds=rounds)
                 self.found.alone[name] = times[name].median_ms
-            # Its arenas go with it.
+            # Free the launch with its arenas.
             del launch
             if not left:
                 break
         return left
 
     def _preset(self, choice: Choice) -> Callable[[], object]:
-        # Its launch, which has run once and was right.
+        # Return the choice's launch, which ran once and passed its check.
         launch: Callable[[], object]
         problem, config = self.problem, applied(self._config, choice)
         a, b = problem.factors("y")
@@ -184,7 +187,7 @@ class Search:
             arenas, launch, parts = preset.scattered(a, b, sizes, rank, to_all=self._to_all, config=config)
         arenas.run(launch)
         whole = parts[-1] if self._to_all else torch.cat(parts)
-        # Where the tile decides which columns this rank has, the product is that of those.
+        # The tile may decide which columns this rank has. The product is then that of these columns.
         product = self._product if own == slice(None) else ExactProduct(a, b[:, own], (a.shape[1],))
         product.check(whole, a.dtype, str(choice))
         return launch
@@ -197,7 +200,7 @@ class Search:
     def together(
         self, tried: Sequence[Choice | None], seconds: float, rounds: int | None = None
     ) -> dict[Choice | None, Timing]:
-        """Time the whole op with each choice that is right on all ranks, in turns; None is the table's choice."""
+        """Time the whole op with each choice that passes on all ranks, in turns; None is the table's choice."""
         runners = {}
         for choice in tried:
             if (name := str(choice or self.usual)) in self.found.refused:
@@ -224,7 +227,7 @@ class Search:
                     ready.go(self._operands)
 
         def run() -> None:
-            # Twice: what a first call leaves behind is where a second one goes wrong.
+            # Twice, as flags and buffers left by a first call may break a second call.
             for _ in range(1 if self._tiny else 2):
                 results.append(self._ready[choice].run(self._operands)[0])
 
@@ -233,7 +236,7 @@ class Search:
                 self.problem.check("fused", (out,), "forward")
 
         results: list[Tensor] = []
-        # A rank that cannot start the kernel must not leave the others waiting in theirs.
+        # A rank that cannot start the kernel must not leave the others waiting in their kernels.
         for step in (load, run, check):
             error, _ = self.all_right(self._tried(step)[1])
             if error:
@@ -243,7 +246,7 @@ class Search:
 
 @torch.no_grad()
 def search(group: ProcessGroup, case: Case, seconds: float) -> TileSearch:
-    """Look for the fastest tile of a case, for about so many seconds; collective over `group`."""
+    """Search for the fastest tile of a case, for about `seconds`; collective over `group`."""
     on = Search(group, case, seconds)
     found = on.found
     tried = {str(choice): choice for choice in (on.usual, *on.candidates())}
@@ -252,7 +255,7 @@ def search(group: ProcessGroup, case: Case, seconds: float) -> TileSearch:
         left = on.alone(tried.values())
         finalists = sorted(found.alone, key=lambda name: found.alone[name])[:FINALISTS]
     else:
-        # Presets have no scales: all run together, the table's neighbours first.
+        # Presets have no scales, so skip step 1 and try the table's neighbours first.
         finalists = list(tried)[: 4 * FINALISTS]
     chosen = [tried[name] for name in finalists if name != found.usual]
     if left and case.kind == "gather" and not on._tiny:
@@ -277,10 +280,10 @@ def tune_kernels(
     cases: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
     done: Callable[[TileSearch | None], None],
 ) -> list[Case]:  # fmt: skip
-    """Search for each case in turn, for `seconds` in all, on ranks started here; those that were not reached.
+    """Search for each case in turn, for `seconds` in all, on ranks started here; return the cases not reached.
 
-    `done` hears of each at once, so what was found is kept if the rest is cut off, and None if it failed; `said` of
-    what was found and refused.
+    `done` is called at once with each result, or with None for a failure, so results survive if the rest is cut off.
+    `said` is called with lines about results and refusals.
     """
     deadline = time.monotonic() + seconds
     most = max(case.world_size for case in cases)

@@ -3,13 +3,13 @@
     relu, gelu, gelu_tanh, silu    y = f(z)            dz = dy * f'(z)
     swiglu, geglu                  y = f(gate) * up    dgate = dy * up * f'(gate), dup = dy * f(gate)
 
-gelu is the exact one, gelu_tanh its approximation; swiglu's f is silu, geglu's gelu; `op` has the names. Gradients are
+gelu is exact, gelu_tanh its approximation. f is silu in swiglu and gelu in geglu. `op` has the names. Gradients are
 torch's own formulas. relu's gradient is computed from y (`op.OF_RESULT`); the others need the products.
 
 The library rounds z before the activation. Our kernels have z as a float32 sum and do not round it first, except a
 gate, which is stored until `up` is ready.
 
-On a CPU, torch computes the elements at a tensor's end that fill no vector by other code, with other last bits of silu
+On a CPU, torch computes the elements after the last whole vector by other code, which gives other last bits for silu
 and gelu_tanh in float32. This module pads to whole vectors: an element has the same bits in a tensor of any size.
 """
 

@@ -8,13 +8,12 @@ class PeerTimeout(RuntimeError):
 
     Attributes:
         op: the operator's name.
-        rank: who waited.
-        peer: who is missing.
+        rank: the rank that waited.
+                peer: the rank that is missing.
         seconds: the budget spent.
-        came_late: `peer` is not missing, but had given up on `rank` before.
-        explained: `detail` says what `peer` has done.
+        came_late: `peer` is not missing, but gave up on `rank` before. explained: `detail` says what `peer` has done.
 
-    After it the group's workspace refuses use until `fusedtp.destroy(group)`.
+    After this error the group's workspace refuses use until `fusedtp.destroy(group)`.
     """
 
     def __init__(
@@ -38,12 +37,11 @@ class PeerTimeout(RuntimeError):
 
 
 class RanksDisagree(ValueError):
-    """The ranks of a group mean different things by one call; every rank is told, with what differs.
+    """The ranks of a group made calls that do not match; every rank raises this error with the difference.
 
-    Attributes: `op` (the operator's name), `rank` (the one that raises it), `meant` (for each rank what it meant, names
-    and values as text; None where it has not said). Unless the difference was found before the op began (because the
-    ranks wanted memory of different sizes), the group's workspace refuses use until `fusedtp.destroy(group)` on every
-    rank.
+    Attributes: `op` (the operator's name), `rank` (the rank that raises), `meant` (each rank's names and values as
+    text; None if the rank wrote none). The group's workspace then refuses use until `fusedtp.destroy(group)` on every
+    rank, unless the difference was found before the op began, because ranks needed memory of different sizes.
     """
 
     def __init__(self, text: str, op: str, rank: int, meant: tuple[dict[str, str] | None, ...]) -> None:

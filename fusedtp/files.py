@@ -51,8 +51,8 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 def replace(path: Path, content: bytes) -> None:
     """Put `content` at `path` so that a reader sees the old file or the new one, never half of it.
 
-    Folders are made as needed. An existing file keeps its mode, and a link still leads to the file. A file that may not
-    be written is left alone: OSError, and nothing has changed.
+    Folders are made as needed. An existing file keeps its mode, and a link still leads to the file. If the file may not
+    be written, raises OSError and changes nothing.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,9 @@
     OCP     e4m3fn up to 448, e5m2 up to 57344         NVIDIA since capability 8.9, AMD's gfx950 and gfx12
     FNUZ    e4m3fnuz up to 240, e5m2fnuz up to 57344   AMD's gfx940 to gfx942
 
-fnuz is finite, with one NaN and an unsigned zero: its bytes mean other numbers than OCP's, mostly half of them. By
-default tensors are cast to the `native` dtypes of their machine; ranks on different machines get an error that they do
-not agree. (AMD Instinct MI300 instruction set architecture; OCP 8-bit floating point specification, 1.0.)
+fnuz is finite, with one NaN and an unsigned zero. Its bytes stand for other numbers than OCP's, mostly half of them. By
+default tensors are cast to the `native` dtypes of their machine; ranks with different native dtypes raise
+RanksDisagree. (AMD Instinct MI300 instruction set architecture; OCP 8-bit floating point specification, 1.0.)
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def largest_finite(x: Tensor, over: tuple[int, ...] | None = None) -> Tensor:
     return magnitudes.amax(over, keepdim=True).float() if over else magnitudes.float()
 
 
-# Bits behind the point; torch's finfo has them wrong for e5m2fnuz.
+# Bits of the mantissa after the point; torch's finfo is wrong for e5m2fnuz.
 _MANTISSA = {dtype: 3 if "e4m3" in str(dtype) else 2 for dtype in FLOAT8}
 
 
@@ -147,8 +147,8 @@ def along_blocks(scale: Tensor, length: int, dim: int) -> Tensor:
     return scale.view(E8M0).float().repeat_interleave(BLOCK, dim).narrow(dim, 0, length)
 
 
-# Opaque to compilers, and called by them only: on a CPU, torch's inductor (2.11 to 2.13) has wrong numbers in a row's
-# last block if that is shorter than the others.
+# Opaque to compilers, and called by them only: on a CPU, torch's inductor (2.11 to 2.13) computes wrong numbers in a
+# row's last block if that block is shorter than the others.
 @library.custom_op("fusedtp::scaled_in_blocks", mutates_args=())
 def _in_blocks_compiled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return in_blocks(x, dtype)

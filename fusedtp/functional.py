@@ -152,13 +152,13 @@ def all_gather_linear(
       sent, in forward and backward. Results, gradients and saved tensors keep x's dtype.
     - `order`: of the terms of a sum: rank, tree, tree-N or any, see below.
 
-    Several weights, a sequence with as many biases or None, give a tuple of results. x is gathered once for all of
+    Several weights, a sequence with equally many biases or None, give a tuple of results. x is gathered once for all of
     them. Backward gathers x once too, and scatters the sum of their dx once. The weights may have different numbers of
     rows, and are not copied or concatenated.
 
     `activation` is applied in the same op. An `Activation` applies to every result. A `GatedActivation` takes two
-    weights with as many rows, gate and up, and gives one result, silu(gate) * up or gelu(gate) * up. If a gradient is
-    needed, the activation's input is saved (relu: the result). Otherwise nothing more is allocated.
+    weights with the same number of rows, gate and up, and gives one result, silu(gate) * up or gelu(gate) * up. If a
+    gradient is needed, the activation's input is saved (relu: the result). Otherwise nothing more is allocated.
 
     x and weight may be `Scaled`, float8 with scales, without a gradient. x travels in 8 bits, each row with its scale.
     With `gather_dim=-1`, each rank's part of a row has its own scale.

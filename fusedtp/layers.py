@@ -96,7 +96,7 @@ class ShardedLinear(parameters.Watched):
             arguments.check_even(options.order, self.feature_sizes)
         lead = (self._matrices,) * (self._matrices > 1)
         rows = out_features // self._matrices
-        # How each matrix is split, and along which dims of the parameters.
+        # Split of each matrix, and the dims of the parameters that are split.
         self._sizes = tuple(size // self._matrices for size in self.feature_sizes)
         self._dims = {"weight": len(lead) + self._dim, "bias": len(lead) if self._bias_is_split else None}
         mesh = parameters.mesh_of(group, self.group, device)
@@ -316,7 +316,7 @@ class RowParallelLinear(ShardedLinear):
     ) -> None:
         self.norm_eps = norms.check_eps(norm_eps)
         self.norm = None if norm is None else norms.check_name(norm)
-        # All is checked before the bias is sent.
+        # Check everything before the bias is sent.
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.scatter_dim = arguments.sequence_dim("scatter_dim", scatter_dim)
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, groups.resolve(group))
@@ -339,7 +339,7 @@ class RowParallelLinear(ShardedLinear):
                 each.fill_(value)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return y, or y + residual, which lies as y does; with a norm (normed, y)."""
+        """Return y, or y + residual, which is split like y; with a norm (normed, y)."""
         norm: Norm | None = None
         if self.norm_weight is not None:
             norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
@@ -467,7 +467,7 @@ class ParallelMLP(nn.Module):
 
     @property
     def sequence_sizes(self) -> tuple[int, ...] | None:
-        """Length of x and y on every rank; set it between calls, for both linears.
+        """Return the length of x and y on every rank; set it between calls, for both linears.
 
         None: x has this rank's length on every rank, and y is split as evenly as possible.
         """

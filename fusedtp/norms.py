@@ -68,7 +68,7 @@ def of(norm: Norm, y: Tensor) -> Tensor:
         normed = F.rms_norm(y, norm.weight.shape, norm.weight, norm.eps)
     else:
         normed = F.layer_norm(y, norm.weight.shape, norm.weight, norm.bias, norm.eps)
-    # torch.autocast has norms in float32.
+    # torch.autocast computes norms in float32.
     return normed if normed.dtype == y.dtype else normed.to(y.dtype)
 
 
@@ -76,7 +76,7 @@ def apply(norm: Norm, y: Tensor) -> Tensor:
     """Return the norm of y [M, N], outside of any graph."""
     if norm.name != RMS_NORM or not y.is_cpu or not y.numel():
         return of(norm, y)
-    # torch's own goes through memory eight times on a CPU.
+    # torch's own norm passes over memory eight times on a CPU.
     out = torch.empty_like(y, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK_BYTES // (y.shape[1] * 4))
     for begin in range(0, y.shape[0], rows):

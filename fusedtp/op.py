@@ -12,18 +12,18 @@ gathered operand, stacked; S is the sum over ranks.
     reduce_scatter          a                     the own rows of S
     all_reduce              a                     S
 
-Operands go by these names; those that are not given are left out. With several weights, the names of the first one's
-operands have further ones beside them: b, b1, b2. They need not be adjacent in memory. A gather has a result
-X @ b + bias for each b, bias. A sum is that of a @ b of all a, b, and has a left @ X for each left.
+Operands have these names; optional operands may be missing. With several weights, operands are numbered: b, b1, b2.
+They need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b,
+and has a left @ X for each left.
 
 `dim` 1 replaces rows by columns: of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
 
 An all_gather_matmul may end with an activation, one of `ACTIVATIONS`, of each X @ b + bias. A `GATED` activation takes
-two of them, gate and up, and has one result. If the op `keeps` these products, they are results too, behind the others.
+two of them, gate and up, and has one result. If the op `keeps` these products, they are results too, after the others.
 
 A sum of one a @ b may end with a norm of its rows, one of `NORMS`, with the operands `norm_weight` and `norm_bias` [N].
-The normed sum is a result behind the sum.
+The normed sum is a result after the sum.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 # Order in which terms are added. A tree has this many leaves, unless the order gives a number.
 Order: TypeAlias = str
 RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
-# Any order of ranks' terms, as is fastest. Settings store its number in place of a tree's leaves.
+# Any order of ranks' terms: the fastest. Settings store AS_ANY in place of a tree's leaves.
 ANY_ORDER, AS_ANY = "any", -1
 
 
@@ -77,7 +77,7 @@ class Op:
 
     - `kind`: of the communication, in the cost model's words.
     - `multiplies`: whether a product goes with it.
-    - `algorithms`: beside "auto".
+    - `algorithms`: besides "auto".
     - `results`, `moved`, `agreed`: see the properties of `Task`.
     """
 
@@ -97,7 +97,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Task:
-    """An op on operands of these shapes, by name, and this dtype, as one rank has them.
+    """An op on one rank, with the shapes of its operands by name, and a dtype.
 
     - `dtype`: of the result; sums travel in it.
     - `sizes`: every rank's length of the dim that is gathered or scattered.
@@ -176,7 +176,7 @@ class Task:
             options["float8"] = self.float8
             options["scales"] = "of blocks" if self.in_blocks else "of rows, or of the tensor"
         if self.leaves and self.op.multiplies and self.op.kind != "gather":
-            # Leaves end where ranks' parts do if these have equal lengths.
+            # If ranks' parts have equal lengths, no leaf crosses the boundary of two parts.
             options["contraction of a rank"] = [self.shapes[a][1] for a in self.each("a")]
         return {**options, **self.op.agreed(self)}
 

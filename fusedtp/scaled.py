@@ -3,10 +3,10 @@
     value = data * scale        scale () for the whole tensor, [.., 1] one for each row,
                                 [.., ceil(K / 32)] in e8m0 one for each block of 32 along the row: mxfp8
 
-A product of two is made of the data alone, in float32, and scaled before it is rounded: (a @ b) * a.scale * b.scale. So
-a scale has to be constant along the contraction. If ranks have different parts of the contraction, as in a
-reduce-scatter, each rank scales its own terms before they are added; scales need not agree. Scales of blocks vary along
-the contraction: each block is multiplied with its own, by a matrix unit that supports this or beforehand.
+A product multiplies the data alone, in float32, and is scaled before it is rounded: (a @ b) * a.scale * b.scale. So a
+scale must be constant along the contraction. If ranks have different parts of the contraction, as in a reduce-scatter,
+each rank scales its own terms before they are added; scales need not agree. Block scales vary along the contraction:
+each block is multiplied with its scale, by a matrix unit that supports this or beforehand.
 
 Callers pass `Scaled`. Schedules use `Quantized`: a matrix with its dims in any order, and a scale for every element
 (strides of 0, so it takes no memory).
@@ -31,7 +31,7 @@ Recipe = Literal["tensorwise", "rowwise", "mxfp8"]
 # A matrix of an op: a tensor, or `Quantized`, which has the methods that schedules need.
 Matrix: TypeAlias = Any
 
-# A received row is its data padded to 16 bytes, then its scale in 16 bytes of its own: the next row is aligned.
+# A received row is its data padded to 16 bytes, then its scale in 16 more bytes: the next row is aligned.
 SCALE_BYTES = 16
 
 
@@ -41,7 +41,7 @@ class Scaled:
 
     The scale is float32, () for the whole tensor or [.., 1], one for each row. Or it is float8_e8m0fnu, [.., ceil(K /
     32)], one for each 32 elements of a row. The values are data * scale. Functions take one `Scaled` for x and one for
-    each weight. It gets no gradient.
+    each weight. A `Scaled` gets no gradient.
     """
 
     data: Tensor
@@ -149,7 +149,7 @@ def scaled(
 
 
 def check_dense(name: str, value: object) -> None:
-    """Raise TypeError for what is no dense tensor: a list, a `Scaled`, a nested, quantized or sparse tensor."""
+    """Raise TypeError unless the value is a dense tensor: not for a `Scaled`, a nested, quantized or sparse tensor."""
     if isinstance(value, Scaled):
         raise TypeError(
             f"{name} must be a tensor here, got Scaled: the linear functions take x and every weight Scaled, or neither"
@@ -188,10 +188,10 @@ class Quantized:
     """`Scaled` operand of an op, with its dims in any order.
 
     - `dtype`: of the products.
-    - `scale`: as large as data, with strides of 0 along the contraction.
+    - `scale`: of data's shape, with strides of 0 along the contraction.
     - `whole`: whether the scale is the same everywhere, on all ranks.
-    - `blocks`: the dim whose elements have scales by the block, the contraction; None for none. With it, scale is
-      bytes, and along that dim a 32nd as long as data.
+    - `blocks`: the contraction's dim, if scales are block scales; else None. With block scales, scale is bytes, and a
+      32nd as long as data along that dim.
     """
 
     data: Tensor
@@ -231,7 +231,7 @@ class Quantized:
     def reshape(self, shape: Sequence[int]) -> Quantized:
         if self.blocks is None:
             return self._like(self.data.reshape(shape), self.scale.reshape(shape))
-        # Dims before the contraction or behind it are merged or split; the contraction is first or last.
+        # Dims before or after the contraction are merged or split; the contraction is first or last.
         blocks = 0 if self.blocks == 0 else len(shape) - 1
         scales = [self.scale.shape[self.blocks] if dim == blocks else length for dim, length in enumerate(shape)]
         return self._like(self.data.reshape(shape), self.scale.reshape(scales), blocks)
@@ -240,7 +240,7 @@ class Quantized:
         return self._like(self.data.t(), self.scale.t(), None if self.blocks is None else 1 - self.blocks)
 
     def __getitem__(self, part: slice | tuple[slice, ...]) -> Quantized:
-        """Return a part of each of the first dims; of the contraction whole blocks, but for its end."""
+        """Return a slice of each of the first dims; a slice of the contraction has whole blocks, except at the end."""
         if self.blocks is None:
             return self._like(self.data[part], self.scale[part])
         scales = []
@@ -274,7 +274,7 @@ class Quantized:
         return scales
 
     def widened(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the factor of a product in `dtype`: the data, times the scales of blocks."""
+        """Return the operand of a product in `dtype`: the data, times block scales if any."""
         if self.blocks is None:
             return widened(self.data).to(dtype)
         if self.blocks == 0:
@@ -282,7 +282,7 @@ class Quantized:
         length = self.shape[1]
         if dtype == torch.float32 or length % BLOCK:
             return (widened(self.data) * along_blocks(self.scale, length, 1)).to(dtype)
-        # In place: 7 bytes an element are read and written, a quarter of those above.
+        # In place, which reads and writes 7 bytes an element, a quarter of the above.
         wide = self.data.to(dtype)
         wide.unflatten(1, (length // BLOCK, BLOCK)).mul_(self.scale.view(E8M0).to(dtype)[..., None])
         return wide
@@ -303,8 +303,8 @@ def packed_bytes(cols: int, *, blocks: bool = False) -> int:
 
 
 def _packed_scales(rows: Tensor, like: Quantized, cols: int) -> Tensor:
-    # The scales in rows of bytes: one at the row's end, or those of blocks behind the data. Zeros follow the latter,
-    # which are read as scales of the elements past the row's end.
+    # Return the scales in rows of bytes: one scale at the row's end, or block scales after the data. Zeros follow block
+    # scales, which are read as scales of the elements past the row's end.
     if like.blocks is not None:
         at = _up_to_16(cols)
         return rows[:, at : at + scale_bytes(cols)]
@@ -330,8 +330,8 @@ def unpacked(rows: Tensor, cols: int, like: Quantized) -> Quantized:
 def by_columns(x: Matrix) -> Matrix:
     """Return x [R, C] as an operand that is contracted over its rows: with a scale for each column.
 
-    Only float8 with different row scales changes: it is rounded anew. Between powers of two that loses only numbers
-    that become too small.
+    Only float8 with different row scales changes: the data is rounded again. If both scales are powers of two, only
+    numbers that become too small are lost.
     """
     if type(x) is not Quantized or x.whole or x.blocks == 0:
         return x

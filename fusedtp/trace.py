@@ -1,8 +1,8 @@
 """Spans of the host's side of an op in this process, kept only during `recording`.
 
 Otherwise `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the system's monotonic
-clock, so the times of several processes of one machine can be compared. A GPU's work is not in them: there the host
-only issues it.
+clock, so the times of several processes of one machine can be compared. Spans do not show a GPU's work, which the host
+only issues.
 """
 
 from __future__ import annotations

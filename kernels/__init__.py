@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 if __name__ != "fusedtp.kernels":
-    # Found from a clone's root as `kernels`, which transformers looks for: the hub's package of that name, or nothing.
+    # Imported as `kernels` from a clone's root: transformers means the hub's package of that name, so load that if any.
     __path__ = []
     _root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     _other = PathFinder.find_spec(__name__, [each for each in sys.path if os.path.abspath(each) != _root])

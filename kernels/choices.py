@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 
 from .configs import Config
 
-# 32-bit registers of a thread for the accumulator: half, as addresses and operands need the rest. float32 operands need
-# more, as they are multiplied from registers.
+# Most and fewest 32-bit registers of a thread for the accumulator. Addresses and operands need the other half; float32
+# operands need more, as they are multiplied from registers.
 _MOST_SUMS, _MOST_SUMS_OF_FLOAT32, _LEAST_SUMS = 128, 64, 16
 MOST_SPLITS = 8
 _BARRIER_BYTES = 1024
 
 
 class Choice(NamedTuple):
-    """The part of a `Config` that can be chosen; pushers: of a gather, 0 leaves the number to the cost model."""
+    """Fields of a `Config` that can be chosen; `pushers` of a gather: 0 leaves the number to the cost model."""
 
     block_m: int
     block_n: int
@@ -58,7 +58,7 @@ def applied(config: Config, choice: Choice | None) -> Config:
         config, **chosen,
         # Pointers take more registers than descriptors, whose fallback they are.
         pointer_warps=max(choice.num_warps, config.pointer_warps) if config.descriptors else choice.num_warps,
-        # The same as in the table, by the tile's columns.
+        # By the tile's columns, as in the table.
         moving_warps=16 if choice.block_n > 128 else 8,
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def tiles(
     found = []
     depths = (first.block_k,) if itemsize == 1 else (first.block_k // 2, first.block_k, first.block_k * 2)
     for block_m, block_n, block_k, warps in product((32, 64, 128, 256), (64, 128, 256), depths, (4, 8)):
-        # Skip tiles of twice the rows or columns, but for the least of each.
+        # Skip tiles with twice the rows or columns or more, except the smallest tiles.
         if block_m < least_rows or block_m >= max(2 * rows, least_rows + 1) or block_n >= max(2 * cols, 65):
             continue
         for stages in range(first.num_stages + 1, 1, -1):
@@ -104,6 +104,6 @@ def tiles(
 
 
 def _far(choice: Choice, other: Choice) -> int:
-    # Doublings between two tiles. Stages do not count: a larger tile has room for fewer.
+    # Return the number of doublings between two tiles. Stages do not count, as a larger tile has room for fewer.
     names = ("block_m", "block_n", "block_k", "num_warps")
     return sum(abs(getattr(choice, name).bit_length() - getattr(other, name).bit_length()) for name in names)

@@ -73,7 +73,7 @@ class Config:
     moving_registers: int = 255
 
 
-# Few large tiles: the interpreter's cost is per operation, not per element. Of three programs two start late.
+# Few large tiles: the interpreter's cost is per operation, not per element. Two of the three programs start late.
 INTERPRETER = Config(
     block_m=64, block_n=64, block_k=64, group_m=2, programs=3, pushers=2, copy_rows=64, copy_cols=128, strip_rows=128,
     loose_block_k=64, loose_copy_rows=64, registers=0, moving_registers=0,
@@ -81,16 +81,15 @@ INTERPRETER = Config(
 
 # Most rows of a chunk, and most columns, that count as few.
 FEW_ROWS, FEW_COLUMNS = 64, 128
-# Rate of a narrow tile in times of a wide one's, which loads less for each product. Assumed.
+# Rate of a narrow tile over that of a wide tile, which loads less for each product. Assumed.
 NARROW_RATE = 0.9
 SHAPES = ("many", "few columns", "few rows")
 
 _NARROW = Config(num_stages=4)
 _LOW = Config(block_m=64, num_warps=4, num_stages=4, pointer_warps=4, copy_rows=16)
 _WIDE = Config(block_n=256, flatten=True, pointer_warps=16, moving_warps=16)
-# NVIDIA's compiler is told to use as many registers as a thread can have where it otherwise keeps values in local
-# memory, so that more programs fit on a multiprocessor: a persistent kernel has one there. Told so elsewhere, it keeps
-# values there too.
+# NVIDIA's compiler spills to local memory so that more programs fit on a multiprocessor, where a persistent kernel has
+# one. `registers` prevents that. In these configurations the option itself causes spills, so the compiler decides.
 _UNTOLD: dict[str, Any] = {"registers": 0}
 _AMD: dict[str, Any] = {"registers": 0, "moving_registers": 0}
 
@@ -194,7 +193,7 @@ def compiled_config(target: str, itemsize: int, shape: str, *, blocks: bool = Fa
 
 def nearest_target(cuda_major: int | None) -> str:
     """Return the table's target for CUDA capability `cuda_major`; None stands for any AMD GPU."""
-    # 11 and 12 run what 8 runs. 12 has neither the tensor memory nor the shared memory of 10.
+    # 11 and 12 run kernels for 8. 12 has neither the tensor memory nor the shared memory of 10.
     if cuda_major is None:
         return "gfx942"
     return {9: "sm_90", 10: "sm_100"}.get(cuda_major, "sm_80")

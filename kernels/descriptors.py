@@ -55,7 +55,7 @@ def whole_leaves(config: Config, lengths: Sequence[int], leaves: int) -> Config:
 
 
 def fitted_to(config: Config, *operands: torch.Tensor, results: Sequence[torch.Tensor] = ()) -> Config:
-    """Return the configuration of a kernel that reads `operands` and stores `results` (none: tiles to arenas)."""
+    """Return the configuration of a kernel that reads `operands` and stores `results`, or tiles into arenas."""
     by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
     return fitted(config, stored=in_16_bytes(*results), read=in_16_bytes(*by_pointers))
 

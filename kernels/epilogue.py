@@ -1,9 +1,9 @@
-"""Epilogue: what a kernel does with a finished block of a result before it stores the block, rounded once.
+"""Epilogue: the steps between a finished block of a result and the store of the block, rounded once.
 
-The steps are bias, residual, activation and gate, in that order. `apply` is the only place that has them, and that
-stores to a result. A gated activation has two results in one place, gate and up, with equal numbers of columns. The
-program that computes a tile of up has just stored the gate's tile of the same place, to z or to the result. It loads
-the gate's tile again after a barrier, as not every compiler gives a tile's elements to the same threads both times.
+The steps are bias, residual, activation and gate, in that order. Only `apply` runs them and stores to a result. A gated
+activation has two results in one place, gate and up, with equal numbers of columns. The program that computes a tile of
+up has just stored the gate's tile of the same place, to z or to the result. It loads the gate's tile again after a
+barrier, as not every compiler gives a tile's elements to the same threads both times.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TileEpilogue(NamedTuple):
     GATED: tl.constexpr = tl.constexpr(False)
 
 
-# A constant as launches pass it, made once.
+# Make a constant for launches, once for each value.
 constant = cache(tl.constexpr)
 
 
@@ -49,7 +49,7 @@ def epilogue_of(
     bias: torch.Tensor | Sequence[torch.Tensor] | None, *, per_row: bool, residual: Outputs | None = None,
     zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
 ) -> TileEpilogue:  # fmt: skip
-    """Return the epilogue as a launch passes it; bias, zs: of each result."""
+    """Return the epilogue as a launch passes it; bias, zs: one for each result."""
     biases = (bias,) if isinstance(bias, torch.Tensor) else None if bias is None else tuple(bias)
     return TileEpilogue(
         biases, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated)

@@ -57,7 +57,7 @@ class Shard(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Layout of the shards: offsets, pitch, rows of a piece, and if lengths, and rows, are multiples of 16.
+    """Layout of the shards: offsets, pitch, rows of a piece, and whether lengths and rows are multiples of 16.
 
     JOINED: a tile may have rows of several shards.
     """
@@ -336,12 +336,12 @@ def own_in_place(a: torch.Tensor) -> bool:
 
 
 def head_turns(num_tiles: int, programs: int, pushers: int, late: float) -> int:
-    """Return how many turns of tiles the last `pushers` of the multiplying programs sit out, so that all end together.
+    """Return the number of turns that the last `pushers` multiplying programs skip, so that all programs end together.
 
     late: as in `GatherMatmul`.
     """
     early = programs - pushers
-    # Turns are times of a tile: the late programs start inside the last of these.
+    # A turn is the time of a tile. The late programs start inside the last skipped turn.
     return min(int(late * -(-num_tiles // programs)), num_tiles // early) if pushers and early > 0 else 0
 
 
@@ -361,7 +361,7 @@ class KnownGather(NamedTuple):
     copy_rows: int
 
 
-# Without eq, as calls are found by their launcher's identity.
+# Without eq, as prepared launches are looked up by their launcher's identity.
 @dataclass(eq=False)
 class GatherMatmul:
     """Launcher of c [M, N] = gather(a) @ b [K, N] and the epilogue, for one b or several.
@@ -370,7 +370,7 @@ class GatherMatmul:
     - `piece_rows`: rows of a shard for each signal.
     - `scales`, `leaves`: as in `Tiles`. `switch`: each piece is pushed once, not to each rank.
     - `joined`: tiles may have rows of several shards. The own shard is pushed to the own arena too.
-    - `late`: when the pushing programs end, as a part of the matmul's time, if the last multiplying programs cannot
+    - `late`: end of the pushing programs as a fraction of the matmul's time, if the last multiplying programs cannot
       start before; else 0.
     """
 
@@ -387,7 +387,7 @@ class GatherMatmul:
     joined: bool = False
 
     def __post_init__(self) -> None:
-        # Each rank adds the chunks of a gathered contraction in an order of its own.
+        # Each rank adds the chunks of a gathered contraction in its own order.
         assert self.on_rows or not self.leaves
         self._memo = Memo()
 

@@ -160,7 +160,7 @@ def _convert_exactly() -> None:
 
 
 def prepare() -> None:
-    """Patch the interpreter; to be called once, before the first kernel runs."""
+    """Patch the interpreter. Call this once, before the first kernel runs."""
     _give_way_after_atomics()
     _patch_once_a_launch()
     _leave_out_needless_work()

@@ -91,7 +91,7 @@ def config_for(
     config = compiled_config(_target(device), dtype.itemsize, shape, blocks=blocks, tree=tree)
     tiles = chunks * -(-rows // config.block_m) * -(-cols // config.block_n)
     if shape == "few rows" and config.num_warps == 4 and dtype.itemsize == 2 and not tree and 0 < 2 * tiles <= programs:
-        # The weight is read by twice as many programs.
+        # Halve the columns of a tile, so that twice as many programs read the weight.
         config = applied(config, of_config(config)._replace(block_n=config.block_n // 2))
     return replace(config, programs=programs)
 

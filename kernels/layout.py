@@ -19,7 +19,7 @@ def pitch_of(cols: int, dtype: torch.dtype) -> int:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round `num_bytes` up to where the next region may begin."""
+    """Round `num_bytes` up to the alignment of regions."""
     return -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
 
 

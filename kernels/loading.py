@@ -89,7 +89,7 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Started:
-    # The first argument of every kernel is a tuple that begins with a tensor, or with those of all blocks.
+    # The first argument of every kernel is a tuple that begins with a tensor, or with the tensors of all blocks.
     first = args[0][0]
     first = first[0] if type(first) is tuple else first
     check_device(first)
@@ -118,7 +118,7 @@ def _compiled_with_room(
     kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any],
     use: Callable[[Any, tuple[int, ...]], R],
 ) -> R:  # fmt: skip
-    """Return what a compiled kernel's use returns, with fewer stages if a program has too little shared memory."""
+    """Compile a kernel and return `use` of it; compile with fewer stages if a program has too little shared memory."""
     given = options = _fitting(kernel, args, options)
     whole_grid = (*grid, 1, 1)[:3]
     while True:
@@ -171,7 +171,7 @@ def _leaves(paths: list[tuple[int, ...]], args: tuple[Any, ...]) -> list[Any]:
 
 
 def _paths(signature: tuple[Any, ...], *path: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    # Paths to the parameters of a compiled kernel, which do not include constants.
+    # Yield paths to the parameters of a compiled kernel, which do not include constants.
     for i, kind in enumerate(signature):
         if isinstance(kind, tuple):
             yield from _paths(kind, *path, i)
@@ -184,7 +184,7 @@ _stages: dict[object, int] = {}
 
 
 def _fitting(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    # `options` with the stages that are known to fit, or unchanged.
+    # Return `options` with the number of stages that is known to fit, or unchanged.
     if not _stages:
         return options
     stages = _stages.get(_compiled_for(kernel, args, options))
@@ -194,7 +194,7 @@ def _fitting(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dic
 def _with_less(
     error: OutOfResources, kernel: Any, args: tuple[Any, ...], given: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
-    # One stage less, which is cached.
+    # Return options with one stage less, and cache the number.
     if error.name != _SHARED_MEMORY or options.get("num_stages", 1) <= 1:
         raise error
     stages = options["num_stages"] - 1

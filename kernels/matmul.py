@@ -6,7 +6,7 @@ c[M, N] = a[M, K] @ b[K, N], accumulated in float32. A fused kernel is this loop
     A_CHUNK(ctx, tile, i, packed) -> Operand
                                       i-th chunk of A's contraction for a tile; waits for the chunk if it travels
     B_CHUNK(ctx, tile, i) -> Columns  columns of the B that belongs to the chunk
-    STORE(ctx, tile, packed, acc)     stores a finished tile; signals the tile if somebody waits for it
+    STORE(ctx, tile, packed, acc)     stores a finished tile; signals the tile if a rank waits for it
 
 `packed` is one number: a tile's column, its number of rows, and whether all its waits succeeded. With tiles and
 contraction in one loop, all that the store needs is carried through every step from the tile's first loads on. A tile

@@ -28,7 +28,7 @@ from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
 class Partial(NamedTuple):
     """Context of the hooks: the link, the operands, the owners' row table, and the place of a region in a half.
 
-    region_row: first row of this rank's region in an owner's half. With SWITCH, instead, the rows of a region: tiles
+    region_row: first row of this rank's region in an owner's half. With SWITCH: number of rows of a region. Tiles then
     stay in the own half, in a region for each owner, where the switch adds them. END: as in `Link`.
     """
 
@@ -137,7 +137,7 @@ class MatmulScatter:
     """Launcher of a scatter: the tiles of a [M, K] @ b [K, N], or of a sum of such terms, go to their owners.
 
     Tiles go into this rank's region, of `region_rows` rows, of the owners' halves; with `to_all`, of every rank's half.
-    switch: into the owners' regions of the own half, where the switch adds them.
+    switch: into the owners' regions of the own half, from which the switch adds them.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A block is a weight with its result, beside others at one gather, or a term of a sum. Most kernels have one. Each field
 of `Left`, `Right`, `Outputs` and `Scales` is a column of the table: an entry for each block. A program takes its tile's
-entries by `pick` and `stride_of`. With one block they cost nothing. The table is a launch's arguments and not memory:
-in memory there can be no tensor descriptors of the host's.
+entries by `pick` and `stride_of`, which cost nothing with one block. The table is passed as arguments of a launch, as
+tensor descriptors from the host cannot be in memory.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _BY_VALUE = frozenset((int, bool, str, type(None)))
 
 
 def _described(called: object, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor], int]:
-    # The key of a call, its tensors, and its channel's fingerprint. Every launch passes here.
+    # Return the key of a call, its tensors, and its channel's fingerprint. Every launch runs this.
     key: list[Any] = [called, *kwargs]
     operands: list[Tensor] = []
     fingerprint = 0
@@ -49,7 +49,7 @@ def _described(called: object, args: Any, kwargs: dict[str, Any]) -> tuple[tuple
             fingerprint = x.fingerprint
         else:
             key.append(x)
-    # A tensor that is two operands here may be one of them in the next call.
+    # Two operands that are the same tensor here may be different tensors in the next call.
     ids = [*map(id, operands)]
     key += map(ids.index, ids)
     key += operands[0].get_device(), knobs.runtime.debug, knobs.compilation.instrumentation_mode
@@ -85,7 +85,7 @@ class PreparedLaunch:
         for at, i, described in self._places:
             params[at] = operands[i]
             if described is not None:
-                # Not by the constructor, which would check again what the key has settled.
+                # Skip the constructor, as the key already implies its checks.
                 params[at] = made = object.__new__(TensorDescriptor)
                 made.__dict__.update(described, base=operands[i])
         if self._fingerprint is not None:
@@ -99,22 +99,22 @@ class PreparedLaunch:
 
 
 def _index_of(x: Tensor, operands: list[Tensor]) -> int:
-    # A launcher may pass its channel's data as another dtype, else nothing but its arguments.
+    # A launcher passes its arguments unchanged, except that its channel's data may have another dtype.
     found = [i for i, each in enumerate(operands) if each is x] or [
         i for i, each in enumerate(operands) if each.dtype == torch.uint8 and each.data_ptr() == x.data_ptr()
     ]
     return found[0]
 
 
-# By calls of all launchers.
+# Cache of the calls of all launchers.
 _known = Memo()
 
 
 def prepares(launcher: Callable[P, Started | None]) -> Callable[P, object]:
-    """Make a launcher start its kernel as before, where a call is like an earlier one.
+    """Decorate a launcher: a call like an earlier one starts the same compiled kernel.
 
-    The launcher starts one kernel, as its last step, and returns what that returned. The kernel's tensors are arguments
-    of the launcher, or `scratch`. The launcher looks at nothing of a tensor but its layout and alignment.
+    The launcher starts one kernel as its last step, and returns the launch's result. The kernel's tensors are arguments
+    of the launcher, or `scratch`. The launcher reads only layouts and alignments of tensors.
     """
     if INTERPRETED:
         return launcher

@@ -169,7 +169,7 @@ def reduce(
 
     - `own`: this rank's part [rows, cols], if not in its region.
     - `tree`: regions are float32 subtrees; the number of ranks is a power of two.
-    - `switch`: the switch adds what every rank, this one too, has in this rank's region of its own half.
+    - `switch`: the switch adds this rank's region in the halves of all ranks, this rank included.
     - `result_row`: the result also goes there in every peer's half, with a signal a tile from `second_slot` on. Its
       pitch there is `pitch`, or `result_pitch` with `tree`.
     - `last`: end the epoch, if there is no `result_row`.

@@ -16,16 +16,16 @@ asking.
 
 Agreement. With its entry a rank gives every peer a fingerprint: 64 bits, made by the host, of all that ranks must agree
 on for the op. Even and odd epochs have a place each, like the halves. `leave` compares fingerprints, and so does a long
-wait. If a peer's fingerprint differs, this rank reports that like a timeout, and the hosts exchange what they meant.
-The entry then stands, so that every rank finds out. `leave` still waits for the peers to begin the op: a peer may still
-be in the previous op, which is legal.
+wait. If a peer's fingerprint differs, this rank reports that like a timeout, and the hosts exchange their meanings. The
+entry then stands, so that every rank finds out. `leave` still waits for the peers to begin the op: a peer may still be
+in the previous op, which is legal.
 
 Bounded waits. The host block holds a clock in milliseconds that the host advances, as a program cannot read the time
 portably. A wait whose budget is spent reports itself in the host block and falls through; the host raises PeerTimeout
-from the report. One thread reads all that a wait decides by, clock, budget and epoch included, and tells the others
-(`read`). Before a timeout falls through, it takes this rank's `enter` back from every peer, and this rank enters no
-more. So no peer can end this op or a later one, and no peer returns what this rank does from then on: this rank passes
-on NaN for missing data, and two epochs later may write to a half that a late peer still reads.
+from the report. One thread reads the inputs of every decision of a wait, such as clock, budget and epoch, and tells the
+others (`read`). Before a timeout falls through, it takes this rank's `enter` back from every peer, and this rank enters
+no more. So no peer can end this op or a later one, and no peer returns results of this rank from then on: this rank
+passes on NaN for missing data, and two epochs later may write to a half that a late peer still reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from . import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-# Kernels and reports know an op by its number, which is below this.
+# Upper bound of the numbers by which kernels and reports know an op.
 NUM_OPS = tl.constexpr(16)
 
 # Header words (int32) of an arena. Kernels use only those of their own rank. Hosts read their peers' too.
@@ -47,7 +47,7 @@ EPOCH = tl.constexpr(0)  # the last op that this rank has finished
 ARRIVED = tl.constexpr(1)  # programs of the op's last kernel that have come to `leave`
 BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # 1 + a rank that some program has been waiting for, or 0
-# 0, or 1 + the rank that a wait was given up for, or one of the two below, after which the workspace is not used again.
+# 0, or 1 + the rank whose signal a wait gave up on, or DIFFERS or OVER. Unless 0, the workspace is not used again.
 GIVEN_UP = tl.constexpr(4)
 DIFFERS = tl.constexpr(1 << 16)  # the ranks disagree about the running op: only the waits of its `leave` go on
 OVER = tl.constexpr(1 << 17)  # after DIFFERS: the op has ended, or a wait of its `leave` was given up; no wait goes on
@@ -61,7 +61,7 @@ TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, if
 SIGNALS = tl.constexpr(16)  # the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
 # Four slots hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd epochs.
-# They come first, so that every fingerprint is aligned.
+# These slots come first, so that every fingerprint is aligned.
 FINGERPRINT_SLOT = tl.constexpr(0)
 ENTRY_SLOT = tl.constexpr(4)  # "this rank has begun the epoch"
 FIRST_SLOT = tl.constexpr(5)  # first slot of an op's own signals

@@ -1,4 +1,4 @@
-"""The providers that come with the benchmark, a module each, named as its provider.
+"""Bundled providers, one module each, named after its provider.
 
-None imports what it needs before it runs. Each docstring says which version's functions it calls.
+A module imports its dependencies only when it runs. Its docstring names the versions of the functions that it calls.
 """

@@ -1,7 +1,7 @@
 """Functional collectives and matmuls through torch.compile with _micro_pipeline_tp, torch's async tensor parallelism.
 
-Refused unless the compiled code really calls torch's fused ops: torch/_inductor/fx_passes/micro_pipeline_tp.py of torch
-2.11 to 2.13 puts them in, where its patterns match.
+Refused unless the compiled code calls torch's fused ops: torch/_inductor/fx_passes/micro_pipeline_tp.py of torch 2.11
+to 2.13 inserts them if its patterns match.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..providers import Provider
 from .limits import limits
 from .torch_symm_mem import enable
 
-# torch's fused ops, which the compiler must have put there: kind and direction -> what has to be in the code.
+# torch's fused ops that the compiler must have inserted: kind and direction -> names in the code.
 _FUSED = {
     ("gather", "forward"): ("fused_all_gather_matmul",),
     ("gather", "both"): ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"),
@@ -41,7 +41,7 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
         return reduce_scatter_tensor_autograd(torch.mm(x, w.t()), "sum", 0, group)  # type: ignore[no-any-return]
 
     call = torch.compile(gather if operands.gathers else scatter, fullgraph=True, dynamic=False)
-    # One whole pass compiles what the timed one needs: the gradients' graph is compiled with the forward one's.
+    # One whole pass compiles all that the timed pass needs: both graphs are compiled together.
     whole = "forward" if direction == "forward" else "both"
     with config.patch(_micro_pipeline_tp=True):
         compiles(passes(call, operands.x, operands.w, operands, whole), _FUSED[operands.case.kind, whole])
@@ -49,7 +49,7 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
 
 
 def compiles(run: Callable[[], object], wanted: tuple[str, ...]) -> None:
-    """Run what a first call compiles; RuntimeError unless the generated code calls each of the `wanted` ops."""
+    """Run a first call, which compiles; RuntimeError unless the generated code calls each of the `wanted` ops."""
     from torch._inductor.utils import run_and_get_code
 
     _, codes = run_and_get_code(run)

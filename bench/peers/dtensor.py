@@ -26,7 +26,7 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
     mesh = DeviceMesh.from_group(group, operands.device.type, mesh_dim_names=("tp",))
     gathers = operands.gathers
     layer = nn.Linear(operands.case.K, operands.case.N, bias=False, device="meta")
-    # The shard is here already: the style would scatter a whole weight from rank 0.
+    # Wrap the shard, which is here already: the style would scatter a whole weight from rank 0.
     weight = DTensor.from_local(operands.w, mesh, [Shard(0 if gathers else 1)], run_check=False)
     layer.weight = nn.Parameter(weight)
     style = ColwiseParallel(input_layouts=Shard(0)) if gathers else RowwiseParallel(output_layouts=Shard(0))

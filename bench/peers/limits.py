@@ -1,4 +1,4 @@
-"""What keeps most peers from a case, in the same words for all of them; and a runner with an end."""
+"""Common reasons why a provider cannot run a case, and a runner that is closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def limits(
     has_gradient: bool = False,
     needs_cuda: bool = True,
 ) -> str:
-    """Return the first of the usual reasons that holds, or ""."""
+    """Return the first of the common reasons that applies, or ""."""
     if case.kind not in kinds:
         return {
             "gather": "it has no all-gather + matmul",
@@ -43,7 +43,7 @@ def limits(
 
 @dataclass
 class Closing:
-    """A runner with something to give back after its last call."""
+    """A runner that releases resources after its last call."""
 
     run: Runner
     close: Callable[[], object]

@@ -1,9 +1,9 @@
 """NCCL's collectives on buffers that are registered as symmetric windows, before or after the library's matmul.
 
-ProcessGroupNCCL.mem_allocator and register_mem_pool(pool, symm=True), in torch since 2.9 and as its own
-test_register_mem_pool_symmetric calls them, make ncclMemAlloc's memory a window by ncclCommWindowRegister, NCCL 2.27
-and later. Buffers are made before the pool is registered: segments that come later are no windows (pytorch 192112).
-NCCL itself decides whether its symmetric kernels run; NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=TUNING says so.
+ProcessGroupNCCL.mem_allocator and register_mem_pool(pool, symm=True), in torch since 2.9, are called as in torch's
+test_register_mem_pool_symmetric. They make ncclMemAlloc's memory a window by ncclCommWindowRegister (NCCL 2.27 and
+later). Buffers are made before the pool is registered: later segments are no windows (pytorch 192112). NCCL decides
+whether its symmetric kernels run; NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=TUNING tells.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def missing(case: Case, direction: str, num_gpus: int) -> str:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that torch was built with, or ()."""
+    """Return the version of torch's NCCL, or ()."""
     try:
         return tuple(torch.cuda.nccl.version())
     except (AttributeError, RuntimeError):
@@ -41,11 +41,11 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
-    """See `Provider.runner`. Results lie in the same buffers at every call."""
+    """See `Provider.runner`. Every call returns the same buffers."""
     case, device, dtype = operands.case, operands.device, operands.dtype
-    # Its own methods: what torch.distributed calls them has other names in torch 2.11 than in 2.13.
+    # Call the group's methods, as the functions of torch.distributed have other names in torch 2.11 than in 2.13.
     ranks: Any = group
-    # The communicator must be there before anything is registered with it.
+    # The communicator must exist before memory is registered with it.
     ranks.allreduce([torch.zeros(1, device=device)]).wait()
     backend = ranks._get_backend(device)
     pool = torch.cuda.MemPool(backend.mem_allocator)

@@ -1,7 +1,7 @@
-"""This package's own `fused` with other orders of sums.
+"""This package's `fused` with other reduction orders.
 
-- `tree`: what the same bits on any number of ranks cost.
-- `switch`: what is gained where NVLink's switch makes the sums of an all-reduce.
+- `tree`: shows the cost of the same bits on any number of ranks.
+- `switch`: shows the gain if NVLink's switch adds the parts of an all-reduce.
 """
 
 from __future__ import annotations

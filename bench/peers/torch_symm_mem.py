@@ -1,7 +1,7 @@
 """torch.ops.symm_mem.fused_all_gather_matmul and fused_matmul_reduce_scatter, which have no gradient.
 
-Of float8 those with scaled_matmul in their names.
-Declared in torch/distributed/_symmetric_memory/__init__.py of torch 2.11 to 2.13.
+float8 uses the ops with scaled_matmul in their names. Declared in torch/distributed/_symmetric_memory/__init__.py of
+torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def missing(case: Case, direction: str, num_gpus: int) -> str:
 
 
 def _scaled_mm_takes(case: Case) -> bool:
-    # Of the lengths that a rank multiplies.
+    # Check the lengths that a rank multiplies.
     n = case.world_size
     K, N = (case.K, case.N // n) if case.kind == "gather" else (case.K // n, case.N)
     return K % 16 == N % 16 == 0
@@ -40,7 +40,7 @@ def enable(group: ProcessGroup) -> None:
     """Let the compiler and these ops use symmetric memory in this group."""
     from torch.distributed import _symmetric_memory
 
-    # Deprecated, and still what makes the compiler fuse on torch 2.11 to 2.13.
+    # Deprecated, but still required for the compiler to fuse on torch 2.11 to 2.13.
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
     if enable is not None:
         with warnings.catch_warnings():
@@ -67,7 +67,7 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
 
 
 def _scaled(operands: Operands, name: str) -> Runner:
-    # Forward alone. w's scales, one a row, are those of the columns of w.t().
+    # Forward only. w's row scales are the scales of the columns of w.t().
     M, N, out = operands.case.M, operands.case.N, operands.dtype
 
     def gather(x: Scaled, w: Scaled) -> Tensor:

@@ -94,7 +94,7 @@ def _gradients(
             made = call.run(kept, tuple(wanted))
         found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
     for i in unused:
-        # Like the parameters of a linear that was not called.
+        # None, like the gradients of a linear that was not called.
         found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
     return found
 
@@ -262,7 +262,7 @@ def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Seque
         y = _by_operator(summed, settings._replace(norm=""), numbers, None)
         if settings.splits_rows:
             group_name, schedule = settings.group_names[0], settings.asked.schedule
-            # Each rank norms rows of its own, so backward sums the gradients of the norm's parameters over ranks.
+            # Each rank norms its own rows, so backward sums the gradients of the norm's parameters over ranks.
             norm = norm.map(lambda each: operators.as_it_is(each[None], group_name, schedule)[0])
         return norms.of(norm, y), y
     tensors, keeps, activation = [*given.values()], False, settings.asked.activation
@@ -326,8 +326,8 @@ def apply(
 
 
 def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    # The local tensors of a layer's call, or None if x is to be cast, or others than parameters are of special types.
-    # torch.func may wrap weights, which only `local` unwraps.
+    # Return the local tensors of a layer's call, or None if x needs a cast or a tensor other than a parameter has a
+    # special type. torch.func may wrap weights, which only `local` unwraps.
     parts, x = {**given}, given["x"]
     if type(x) not in PLAIN or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         return None
@@ -343,7 +343,7 @@ def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
 
 
 def _local(given: Mapping[str, Any]) -> dict[str, Any]:
-    # The same tensors with the local ones of parameters, differentiably.
+    # Replace parameters by their local tensors, differentiably.
     made = dict(given)
     for name, each in given.items():
         if name not in ("x", "residual"):

@@ -105,7 +105,7 @@ class Call:
         """Return the text for `agreement` of properties that a task's matrices do not show.
 
         The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
-        rows of its own, as in a fully sharded layer.
+        its own rows, as in a fully sharded layer.
         """
         spec, lengths = self._spec, self.partition.lengths
         rows = [name for name in spec.a.names if name != spec.k]
@@ -131,7 +131,7 @@ class Call:
             )
 
     def _named(self, like: str, name: str = "") -> Named:
-        # This rank's shard of x, w or y, or of a tensor `name` with the same dims. Several weights count as one.
+        # Return this rank's shard of x, w or y, or of a tensor `name` with the same dims. Several weights count as one.
         spec, dims = self._spec, self._dims[like]
         sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[like]
         return Named(name or like, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
@@ -186,8 +186,8 @@ class Call:
     ) -> list[Tensor]:
         """Run forward, or backward if `needs` are given, on tensors by name, without a gradient.
 
-        Forward takes x, `parameters`, a residual and a norm's parameters, those that there are. It returns y of each
-        weight, or y and its norm. With `keeps`, the products before the activation follow.
+        Forward takes x, `parameters`, and a residual and a norm's parameters if given. It returns y of each weight, or
+        y and its norm. With `keeps`, the products before the activation follow.
 
         Backward: `needs` tells which gradients are needed: of x, then of `parameters`. It takes `dys`, the gradients of
         the products before an activation, and those of x and the weights that the needed gradients read. It returns

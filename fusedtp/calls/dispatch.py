@@ -106,8 +106,8 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     if schedule != "auto":
         asked_for = _asked_for(op, schedule, dtype)
         check_units(task, schedule, group, device)
-        # `decomposed` needs no `Knowledge`. But peers may name another schedule, and all ranks must come this far to
-        # find that. A capture can only run what has run before.
+        # `decomposed` needs no `Knowledge`. But peers may name another schedule, which ranks find only if all come this
+        # far. A capture can only run ops that have run before.
         if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
             _know(_workspaces().get(group, device), group)
         return asked_for
@@ -146,7 +146,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
-    # The measurement that gives `fused` another tile than the table's, if any.
+    # Return the measurement that gives `fused` another tile than the table's, if any.
     if ws is None or ws.knowledge is None or ws.knowledge.table is None:
         return None
     return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 Device = torch.device | str | int | None
-# Types without a dispatch of their own: no DTensor, fake tensor or other subclass.
+# Types without their own dispatch: no DTensor, fake tensor or other subclass.
 PLAIN = (Tensor, nn.Parameter)
 
 # Meshes by the group's name and the kind of device. The group itself is stored too, because torch may reuse the name of
@@ -96,7 +96,7 @@ def whole(shape: Sequence[int], mesh: DeviceMesh, device: Device, dtype: torch.d
 
 
 def as_dtensor(y: Tensor, mesh: DeviceMesh, made: Placement, shape: Sequence[int]) -> DTensor:
-    """Return y, which lies as `made` of a whole tensor of `shape`, as a DTensor."""
+    """Return y, whose placement in a whole tensor of `shape` is `made`, as a DTensor."""
     from torch.distributed.tensor import DTensor
 
     # A DTensor's strides are those of the whole tensor. Wrong ones would mislead a view of it.

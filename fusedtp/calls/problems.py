@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 
     @property
     def splits_rows(self) -> bool:
-        """Return whether each rank has rows of its own of a layer's result."""
+        """Return whether each rank has its own rows of a layer's result."""
         return "_X" in self.spec.split("->")[1]
 
     @property
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=MAX_CALLS)
     def of(text: str) -> Settings:
-        """Return the settings whose `text` this is."""
+        """Return the settings from their `text`."""
         *lines, spec, numbers, flags, norm, eps, leaves, dtypes = text.split("\n")[:13]
         schedule, algorithm, producer, float8, order, activation = lines
         asked = Options(schedule, algorithm, producer, float8 or None, order, activation or None)

@@ -197,7 +197,7 @@ def operands_of(
     """Return the operands of a product by name, and their shapes. A bias has an element for each column."""
     operands: dict[str, Matrix | str] = {}
     for a, b, (left, right) in zip(numbered("a", len(pairs)), numbered("b", len(pairs)), pairs, strict=True):
-        # What is gathered is one operand for all weights.
+        # The gathered tensor is one operand for all weights.
         if op is not ALL_GATHER_MATMUL or not operands:
             operands[a] = left
         operands[b] = right
@@ -427,8 +427,8 @@ class Program:
     ) -> Blocks:  # fmt: skip
         """Add a planned matmul. It chooses the order of its result's dims.
 
-        - `a`, `b`: blocks. One a and several b have a result for each b. Several a and as many b have one result, the
-          sum of the products.
+        - `a`, `b`: blocks. One a and several b have a result for each b. Equally many a and b have one result, the sum
+          of the products.
         - `wanted`: the preferred order of dims in memory.
         - `done`: steps that the operands have already passed.
         """

@@ -33,9 +33,8 @@ class Hardware:
     - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
       through the switch, and with both at once.
     - `overlap_slowdown`: a matmul's extra time beside arriving data.
-    - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program goes on.
-    - `launch_us`: a kernel behind another one; with `in_place` the host's cost of an op. `lone_us`: a kernel timed
-      alone.
+    - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program continues.
+    - `launch_us`: a kernel after another; with `in_place` the host's cost of an op. `lone_us`: a kernel timed alone.
     - `chunk_us`: the host's time to issue a chunk of a matmul with its copy, its signal and its wait.
     - `in_place`: whether ranks are processes on one CPU that read each other's memory in place.
     - `widens_float8`: whether the library widens float8 despite units for it: torch's scaled matmul is not used here.
@@ -149,7 +148,7 @@ HARDWARE: dict[str, Hardware] = {each.name: each for each in _machines()}
 # Rates and latencies beyond these are not real, and may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
 
-# Fields that are numbers; the other fields say what kind of machine it is.
+# Fields that are numbers; the other fields describe the kind of machine.
 NUMBERS = tuple(
     each.name
     for each in fields(Hardware)
@@ -178,7 +177,7 @@ def of_gpu(name: str) -> Hardware | None:
 def assumed(name: str) -> Hardware:
     """Return an H100, the stand-in for a GPU that the table does not have; warn once for each `name`.
 
-    `name` is what the GPU's driver calls it, or "" for rank 0's GPU if this rank's own is another kind.
+    `name` is the driver's name of the GPU, or "" for rank 0's GPU if this rank's own is another kind.
     """
     which = f"{name!r}" if name else "rank 0's GPU"
     warnings.warn(

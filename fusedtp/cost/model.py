@@ -1,6 +1,6 @@
 """Cost model: how long an op takes with each schedule, in closed forms, for any size, GPU and number of ranks.
 
-M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the bytes of what travels, whole:
+M, N, K are global sizes of y[M, N] = x[M, K] @ w[N, K].T over n ranks. S is the bytes of the whole tensor that travels:
 
     all_gather_matmul        x gathered, S = M K; a rank multiplies [M, K] by [K, N/n]
     fsdp_linear              w gathered, S = N K; a rank multiplies [M/n, K] by [K, N]
@@ -117,7 +117,7 @@ class Prediction:
 
     @property
     def bound_us(self) -> float:
-        """Return the longer of the library's matmul and its collective: the time if one hid behind the other entirely.
+        """Return the longer of the library's matmul and its collective: the time if one hid the other entirely.
 
         A schedule that sends faster than the library's collective can be below it.
         """

@@ -32,8 +32,7 @@ from .work import SUBTREES, Work
 # link carries the whole tensor once to the switch, and 1/n of the sums back. A machine whose `switch_fraction` is None
 # has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up
 # to 14 % longer than these.
-#
-# The hop latencies are those of NCCL's own tuning; `hardware` says what else was fitted to which rows.
+# The hop latencies are those of NCCL's own tuning; `hardware` lists the other fits and their rows.
 def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float:
     """Return the microseconds of the library's collective of `num_bytes`, whole, among ranks that reach each other."""
     n, sums = num_ranks, kind == "all_reduce"
@@ -92,8 +91,8 @@ _CAST_LAUNCHES = 2
 PRODUCERS = ("push", "copy")
 # On request, one store to all ranks.
 MULTICAST = "multicast"
-# A shard is copied in parts of about this size, each with a start of its own. On an H20 (`hardware`) a part reaches
-# 0.80 of an endless copy's rate, and tiles need not wait for a whole shard.
+# A shard is copied in parts of about this size, each with its own start. On an H20 (`hardware`) a part reaches 0.80 of
+# an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
 # GB/s that one pushing program sends: 32 KB at a time, which take 0.8 us to load and 0.3 us to store at 64 bytes a
 # clock. Assumed.
@@ -124,13 +123,13 @@ class Model:
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
         # 1 GB/s is 1e3 bytes per microsecond.
         self.memory = machine.memory_gbps * 1e3
-        # The time from a peer's last store until a program that waits for its signal goes on.
+        # Time from a peer's last store until a program that waits for its signal continues.
         self.wait = machine.flag_us + machine.poll_us
         # The dtype that torch multiplies in, and that of our kernel, which needs units for float8.
         self.torch_dtype = machine.multiplied(work.dtype)
         self.kernel_multiplies = not work.flops or work.dtype in machine.matrix_tflops
         self._kernel_dtype = work.dtype if self.kernel_multiplies else self.torch_dtype
-        # Whether a gather's tiles have rows of several ranks: such a tile waits for all of them.
+        # True if a gather's tiles have rows of several ranks. Such a tile waits for all these ranks.
         self.joined = work.kind == "gather" and not work.by_depth and work.flops > 0 and work.rows <= JOINED_ROWS
         # The time of a rank's whole matmul, measured or modelled.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
@@ -226,7 +225,7 @@ class Model:
     def kernel(self, *, cut: bool, pushers: int = 0) -> float:
         """Return the time of the whole matmul in our kernel, with every signal already raised.
 
-        pushers: programs that push meanwhile. As many others start when these end, and have fewer tiles.
+        pushers: programs that push meanwhile. As many multiplying programs start when these end, and have fewer tiles.
         """
         work, sms = self.work, max(1, self.machine.num_sms)
         count, tile = self.tiles(cut=cut)
@@ -278,7 +277,7 @@ class Model:
             steps = (n - 1) * (self.wait + total / n / bandwidth)
             return begin + (2 * steps if work.kind == "all_reduce" else steps)
         hop = step + total / n / bandwidth
-        # In that kernel tiles have an owner by their columns.
+        # In the one kernel a tile's owner depends on its columns.
         parts = self.chunks(schedule, cut=cut and algorithm != "one_shot" and not in_one)
         if algorithm == "one_shot":
             sent = (n - 1) * (step + total / bandwidth)
@@ -301,10 +300,11 @@ class Model:
         return time
 
     def in_switch(self) -> float:
-        """Return the time of an all-reduce by `fused` whose sums the switch makes.
+        """Return the time of an all-reduce by `fused` with sums in the switch.
 
-        A rank's link carries the whole tensor once, and 1/n of the sums back. Behind a matmul the op is one kernel:
-        programs add from the first tiles on, others copy sums at the end. Alone it is three: copy in, add, copy out.
+        A rank's link carries the whole tensor once, and 1/n of the sums back. After a matmul the op is one kernel: some
+        programs add from the first tiles on, others copy sums at the end. Alone the op is three kernels: copy in, add,
+        copy out.
         """
         work, n, machine, total = self.work, self.n, self.machine, self.work.moved_bytes
         assert machine.multicast_sum_fraction is not None
@@ -417,7 +417,7 @@ def way_of(
     rows: int, cols: int, num_ranks: int, dtype: str, machine: Hardware, schedule: str, *, alone: bool,
     switch: bool = False,
 ) -> str:  # fmt: skip
-    """Return the fastest way of an all-reduce of [rows, cols], behind a matmul or `alone`.
+    """Return the fastest way of an all-reduce of [rows, cols], after a matmul or `alone`.
 
     The way is `ONE_SHOT`, `TWO_SHOT` or `IN_SWITCH`, the same on all ranks. A weight may be cut unevenly, so the model
     takes the depth of an MLP's matmul, as `tuning` does. Unless the switch can make the sums, the cost of reading the
@@ -430,8 +430,8 @@ def way_of(
     if alone or not machine.knows(dtype):
         work = Work("all_reduce", 0, 0, 0, rows * cols, num_ranks, dtype, switch=switch)
     else:
-        # With a switch, take a depth between an attention's and an MLP's. The MLP's would rule out the switch where it
-        # is far faster for the attention's; the reverse does not happen.
+        # With a switch, take a depth between an attention's and an MLP's. The MLP's depth would rule out the switch in
+        # cases where it is far faster for an attention; the reverse does not happen.
         depth = max(1, (2 if can else 4) * cols // num_ranks)
         work = Work("all_reduce", rows, cols, depth, rows * cols, num_ranks, dtype, switch=switch)
     model = Model(work, machine)
@@ -462,6 +462,6 @@ def producers(work: Work, machine: Hardware) -> dict[str, float]:
 
 
 def late_share(work: Work, machine: Hardware, pushers: int) -> float:
-    """Return when this many pushing programs of a gather by `fused` end, as a part of the time of its matmul."""
+    """Return the end of `pushers` pushing programs of a gather by `fused`, as a fraction of its matmul's time."""
     model = Model(work, machine)
     return model.pushing(pushers) / model.kernel(cut=True)

@@ -4,7 +4,7 @@
     any peer can reach it
 
 `posix` maps a file in memory of each rank into all processes, `cuda` is torch's symmetric memory, `local` holds W
-virtual ranks in one process. Code above this package does not know which one it has.
+virtual ranks in one process. Code above this package does not know which of them it uses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Arenas on GPUs of one NVLink domain, in torch's symmetric memory.
 
 torch's rendezvous (`torch.distributed._symmetric_memory`, docs of torch >= 2.11) waits forever for a rank that is on
-another host or has failed. So the ranks agree through their group: first, that all of them have their memory and can
-reach the others', by `Place`s that all judge alike; afterwards, that all have succeeded. Only `Gpu` and `Driver` need a
-GPU.
+another host or has failed. So the ranks exchange outcomes through their group: before, that all have memory and can
+reach the others' memory, which every rank computes from all `Place`s; after, that all have succeeded. Only `Gpu` and
+`Driver` need a GPU.
 
 Signals live inside the arena. torch's own signal pad is shared by every group of a process, and two groups collide on
 it. TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 allows several ranks on one GPU, for tests.
@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..torch_private import register_group, store_of, symmetric_empty, symmetric_rendezvous, unregister_group
 from . import Arena, Exchange, Unreachable, differing
 
-# torch's own switch.
+# torch's environment variable.
 SHARE_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 # Length of sockaddr_un's sun_path without its final zero (man 7 unix); torch does not check it.
@@ -68,7 +68,7 @@ class Place:
 
 
 def _socket_directory() -> str:
-    # torch chooses it in the same way: IpcChannel::get_socket_name in torch/csrc/distributed/c10d/symm_mem/
+    # Chosen like torch's directory: IpcChannel::get_socket_name in torch/csrc/distributed/c10d/symm_mem/
     # CUDASymmetricMemoryUtils.cpp, 2.11 to 2.13.
     return next((os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ), "/tmp")
 
@@ -124,7 +124,7 @@ class Gpu:
         return torch.cuda.device(self.device)
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return memory of its own for `num_bytes`; RuntimeError if the device has none left.
+        """Return a separate block of `num_bytes`; RuntimeError if the device has no memory left.
 
         `symm_mem.empty` would cut several tensors from one block of a pool. The rendezvous assumes that a tensor lies
         at the same place in the peers' blocks, which is wrong if ranks have different histories.
@@ -134,7 +134,7 @@ class Gpu:
         except torch.AcceleratorError:
             raise
         except RuntimeError:
-            # This asks the driver directly, so give back first the memory that torch keeps for later tensors.
+            # torch asks the driver directly here, so free torch's cached memory first.
             torch.cuda.empty_cache()
         return symmetric_empty(num_bytes, self.device)
 
@@ -234,10 +234,10 @@ def link_refusal(places: Sequence[Place], rank: int, gpu: Gpu) -> str:
 # torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp of 2.11 to 2.14; pytorch issue 196082). Ranks of
 # different histories would wait for keys that nobody writes. So ranks meet in a group made for one rendezvous, whose
 # store renumbers the keys: the n-th number that torch uses there is n on every rank. torch 2.15 counts by store, and
-# there renumbering changes nothing. The group has a second use: torch remembers, by the group's name, with whom a piece
-# of memory has met.
+# there renumbering changes nothing. The group has a second use: torch caches the rendezvous of a piece of memory by the
+# group's name.
 
-# Between two exchanges a rank works for milliseconds; a rank that failed there never comes to the next.
+# Between two exchanges a rank works for milliseconds; a rank that fails there never reaches the next exchange.
 MEET_SECONDS = 60.0
 
 # torch 2.11 uses <kind>/<number>/<rank>, 2.13 also <kind>/<number>/num_members and last_member (`Store::barrier`).
@@ -361,7 +361,7 @@ class CudaMemory:
         return Arena(tensors, release, multicast)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor | None, str]:
-        # This rank's memory with the header in place, or the reason why there is none.
+        # Return this rank's memory with the header in place, or the reason why there is none.
         try:
             own = self._gpu.empty(num_bytes)
         except torch.AcceleratorError:

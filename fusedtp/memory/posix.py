@@ -109,8 +109,8 @@ def _map(fd: int, num_bytes: int) -> Tensor:
 
 
 class _Descriptor(list[int]):
-    # One open descriptor, or none. It is closed with its last reference, wherever an interruption strikes: there is no
-    # line between opening and keeping it, nor between giving it up and closing it.
+    # At most one open descriptor, closed with the last reference to this list. Interruptions leak nothing: no line lies
+    # between opening and storing the descriptor, nor between removing and closing it.
     @property
     def number(self) -> int:
         return self[0]
@@ -185,8 +185,8 @@ class PosixMemory:
         return Arena(tensors, tensors.clear)
 
     def _own(self, num_bytes: int, header: Tensor) -> tuple[Tensor, _Descriptor | None, Endpoint]:
-        # The own arena, its file, and its row for the peers. If there is no room: an empty arena, and the row has the
-        # reason.
+        # Return the own arena, its file, and its row for the peers. Without room the arena is empty, and the row has
+        # the reason.
         own, file, inode, code, machine = torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0, 0, (0, 0)
         try:
             machine = _machine()
@@ -203,7 +203,7 @@ class PosixMemory:
         return own, file, Endpoint(os.getpid(), fd, inode, *machine, *users, code, num_bytes, int(header[0]))
 
     def _map_all(self, own: Tensor, rows: list[Endpoint]) -> tuple[list[Tensor], list[int]]:
-        # All arenas and [0, 0]; or some of them and [peer that cannot be mapped + 1, code].
+        # Return all arenas and [0, 0]; or some arenas and [1 + the peer that cannot be mapped, code].
         tensors: list[Tensor] = []
         for peer, row in enumerate(rows):
             try:

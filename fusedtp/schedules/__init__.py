@@ -20,7 +20,8 @@ class Schedule(NamedTuple):
 
     - `verbs`: name of the class of its `verbs.Verbs` in the module.
     - `has_kernels`: whether Triton kernels multiply. On a CPU they are interpreted, which is never fast.
-    - `in_graphs`: whether a CUDA graph can capture it. Copies go to addresses chosen on the host, which it cannot.
+    - `in_graphs`: whether a CUDA graph can capture the schedule. Copies to addresses chosen on the host cannot be
+      captured.
     - `shares_memory`: whether it runs over a `Workspace`, else through the process group.
     - `algorithms`: those that a caller may name, if the op has them; `lacks`: the error for others.
     """

@@ -46,7 +46,8 @@ class Decomposed(Verbs):
     def __init__(self, ws: Workspace, task: Task) -> None:
         self.ws, self.task = ws, task
         self.rank, self.world_size = ws.rank, ws.world_size
-        # The other ranks: in the order in which this rank takes their parts, and in which they want its own.
+        # The other ranks, in the order in which this rank takes their parts; then in the order in which they need its
+        # part.
         self.others = [(ws.rank + i) % ws.world_size for i in range(1, ws.world_size)]
         self.before = [(ws.rank - i) % ws.world_size for i in range(1, ws.world_size)]
         self.layout = Layout()
@@ -64,7 +65,7 @@ class Decomposed(Verbs):
         return DecomposedScatter(self, what)
 
     def end(self) -> None:
-        """End the epoch, behind copies that are in flight."""
+        """End the epoch, after copies that are in flight."""
         if not self.ws.reads_peers:
             transport.settle(self.ws)
         self.ws.steps.leave()
@@ -91,7 +92,7 @@ class DecomposedGather:
         self._at = [offset + at for at in self._at]
 
     def _lay_out(self) -> Places:
-        # The workspace keeps them, and drops them together with its arenas.
+        # The workspace caches these views, and drops them with its arenas.
         ws, own = self._ws, self._ws.rank
         places: Places = []
         for half in (0, 1):
@@ -102,14 +103,14 @@ class DecomposedGather:
         return ws.keep(self._key, places)
 
     def _part(self, half: int, holder: int, src: int) -> Tensor:
-        # Rank src's part in rank holder's half.
+        # Return rank src's part in rank holder's half.
         size, other = self._sizes[src], self._shape[1]
         shape = (other, size) if self._dim == 1 and not self._at_once else (size, other)
         return self._ws.view(holder, half, self._at[src], shape, self._dtype)
 
     def start(self, x: Tensor) -> None:
         ws, steps = self._ws, self._ws.steps
-        # The layout of x in an arena: columns are published as they are if each chunk is multiplied on its own.
+        # Return x in the layout of an arena: columns are published unchanged if each chunk is multiplied alone.
         rows = x.t() if self._dim == 1 and self._at_once else x
         if not ws.reads_peers:
             self._push(rows)
@@ -136,7 +137,7 @@ class DecomposedGather:
 
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         if self._at_once:
-            # Stack all parts in the own half until the op ends. Written out here, as every small op passes.
+            # Stack all parts in the own half until the op ends. Written out here, as every small op runs this.
             ws, begins, steps, outs = self._ws, self._begins, self._ws.steps, list[Tensor]()
             places = ws.views.get(self._key) or self._lay_out()
             _, whole, others = places[steps.epoch & 1]
@@ -177,7 +178,7 @@ class DecomposedGather:
             for each, out in zip(products, outs, strict=True):
                 add(each, rows, part, out, i == 0)
             if epilogue.activation and by_rows:
-                # While they are in cache.
+                # Activate the rows while they are in cache.
                 at = (slice(None), part) if products[0].transposed else part
                 activate(epilogue, [out[at] for out in outs], [y[at] for y in ys])
         if epilogue.activation and not by_rows:
@@ -234,7 +235,7 @@ class DecomposedPackedGather(PackedGather):
         self._offset, self._slot = on.layout.take(len(self._sizes) * self._stride)
 
     def _part(self, holder: int, src: int) -> Tensor:
-        # The bytes of rank src's rows in rank holder's half.
+        # Return the bytes of rank src's rows in rank holder's half.
         shape = self._rows[src], packed_bytes(self._cols[src], blocks=self._in_blocks)
         return self._ws.view(holder, self._ws.steps.epoch, self._offset + src * self._stride, shape, torch.uint8)
 
@@ -284,7 +285,7 @@ class DecomposedScatter:
 
     def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
         # For each half: the own terms, if they are in one place; and every rank's terms of this rank's part. The
-        # workspace keeps them, and drops them together with its arenas.
+        # workspace caches these views, and drops them with its arenas.
         ws, rank, every = self._ws, self._ws.rank, range(self._ws.world_size)
         rows = self._begins[-1] if self._to_all else self._sizes[rank]
         places = []
@@ -301,7 +302,7 @@ class DecomposedScatter:
         return ws.keep(self._key, places)
 
     def _view(self, half: int, holder: int, src: int, rows: int) -> Tensor:
-        # Rank src's terms in rank holder's half: `rows` rows, or columns with dim 1.
+        # Return rank src's terms in rank holder's half: `rows` rows, or columns with dim 1.
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         return self._ws.view(holder, half, self._offset + src * self._stride, shape, self._dtype)
 
@@ -344,7 +345,7 @@ class DecomposedScatter:
         self._ws.steps.signal(dst, self._slot)
 
     def _show(self, mine: Tensor) -> None:
-        # Every peer reads the terms in place, or gets a copy.
+        # Publish the terms to every peer, in place or as a copy.
         ws, steps = self._ws, self._ws.steps
         if ws.reads_peers:
             for dst in self._before:
@@ -355,7 +356,8 @@ class DecomposedScatter:
                 self._send(mine, self._view(steps.epoch, dst, ws.rank, self._begins[-1]), dst)
 
     def _terms(self, own: Tensor | None) -> list[Tensor]:
-        # All ranks' terms of this rank's part, in rank order, once they have arrived. own: the tensor that was put.
+        # Return all ranks' terms of this rank's part, in rank order, after their arrival. own: the tensor that was
+        # `put`.
         ws, steps = self._ws, self._ws.steps
         for src in self._others:
             steps.wait(src, self._slot)
@@ -392,7 +394,7 @@ def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: in
 
 
 def _sum_into(parts: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    # In rank order, in float32 (float64 stays float64), rounded once.
+    # Sum in rank order, in float32 (float64 stays float64), rounded once.
     terms = parts if bias is None else [*parts, bias.expand_as(out)]
     terms = terms if residual is None else [*terms, residual]
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))

@@ -142,7 +142,7 @@ class Reducing(Summing):
         return with_norm(norm_of(self._task, operands), self._gather.whole(out[self._part], out))
 
 
-# By kind, or by the name of an op that has a form of its own.
+# Keys: the kind, or the name of an op that has its own form.
 FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
     "gather": Gathering, "scatter": Scattering, "all_reduce": Reducing,
 }  # fmt: skip

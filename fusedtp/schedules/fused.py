@@ -47,9 +47,9 @@ class Fused(Verbs):
     """`verbs.Verbs` with persistent kernels.
 
     - `producer`: how gathered rows are sent: `auto`, `push`, `copy` or `multicast`.
-    - `split`: run programs that wait for nothing as a kernel of their own.
+    - `split`: run programs that wait for nothing as a separate kernel.
     - `choice`: tile (`kernels.choices.Choice`) that was measured to be faster than the table's, if any.
-    - `programs`: number of programs of a kernel; 0: as many as the device has room for.
+    - `programs`: number of programs of a kernel; 0 fills the device.
     """
 
     where = "in the kernel"
@@ -73,8 +73,8 @@ class Fused(Verbs):
         return OneKernel(self, self.task) if self._is_one_kernel() else None
 
     def _is_one_kernel(self) -> bool:
-        # Not for several blocks, nor for a tree's leaves. Virtual ranks that share a device have too few programs.
-        # Those that run in phases need the programs that wait for nothing in a kernel of their own.
+        # `OneKernel` takes neither several blocks nor a tree's leaves. Virtual ranks that share a device have too few
+        # programs. Virtual ranks that run in phases need programs without waits in a separate kernel.
         task = self.task
         if task.op is not MATMUL_ALL_REDUCE or len(task.each("b")) > 1 or self.split or self.programs or task.leaves:
             return False
@@ -184,7 +184,7 @@ class FusedGather:
     def start(self, x: Matrix) -> None:
         ws, on = self._ws, self._on
         if ws.reads_peers and on.producer == "auto":
-            # Every call on a CPU passes here.
+            # Every call on a CPU runs this.
             self._by = on.sent_by = "push"
         else:
             self._by = self._choose()
@@ -208,7 +208,7 @@ class FusedGather:
             N = each.other.shape[1]
             bs.append(each.other)
             biases.append(each.epilogue.bias)
-            # The gate and what it gates are one result.
+            # Gate and up give one result.
             if not (outs and name in GATED):
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
             cs.append(outs[-1].t() if transposed else outs[-1])
@@ -238,7 +238,7 @@ class FusedGather:
         return [*outs, *zs]
 
     def _collected(self, x: Matrix, out: Tensor | None = None) -> Matrix:
-        # All ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
+        # Return all ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
         if type(x) is Quantized:
             rows = x.data.new_empty(self._shape[0], self.region.pitch, dtype=torch.uint8)
             pack_into(rows[self._part], x)
@@ -363,7 +363,7 @@ def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any 
 
 
 class FusedRing:
-    """Collective as a ring, in a kernel of its own: every rank passes on the data of the previous rank."""
+    """Collective as a ring, in a separate kernel: every rank passes on the data of the previous rank."""
 
     def __init__(self, on: Fused, task: Task) -> None:
         self._ws, self._task = on.ws, task
@@ -424,7 +424,7 @@ class OneKernel:
             a, b = a.data, b.data
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
-        # Every call passes here.
+        # Every call runs this.
         added = None if residual is None else operands.outputs_of(residual)
         epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), added)
         self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)

@@ -28,7 +28,7 @@ from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
 from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
 
-# The fast paths to a matmul call `padded` only for these.
+# dtypes for which fast paths to a matmul call `padded`.
 NARROW = (torch.bfloat16, torch.float16)
 _STEP = 32
 
@@ -78,7 +78,7 @@ def tree_product(
 
     epilogue, config = epilogue_of(bias, per_row=False), config_for(a.device, a.dtype, tree=True)
     multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
-    # Beside a collective, the op has the interpreter already.
+    # Beside a collective, the op holds the interpreter's lock already.
     if not INTERPRETED or locks.is_mine(locks.INTERPRETER):
         multiply()
     else:
@@ -250,7 +250,7 @@ def term(a: Quantized, b: Quantized) -> Tensor:
     if a.data.is_cuda and a.blocks is None and _multiplied_by_library(a, b):
         return of_data(a, b).mul_(a.row_scales()[:, None])
     wide = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-    # With `out`: otherwise torch.autocast would make both bfloat16.
+    # With `out`, as torch.autocast would otherwise cast both to bfloat16.
     torch.mm(a.widened(), b.widened(), out=wide)
     return wide if a.blocks is not None else wide.mul_(a.row_scales()[:, None])
 
@@ -292,8 +292,8 @@ def in_bfloat16(a: Quantized, b: Quantized, bias: Tensor | None = None) -> Tenso
 
 
 def _multiplied_by_library(a: Quantized, b: Quantized) -> bool:
-    # cuBLAS and CUTLASS, as torch has them: multiples of 16, and not two e5m2; a scale a row since capability 9.0,
-    # whole blocks with scales on 10.x alone. AMD's libraries are not known here, and no NVIDIA GPU takes fnuz.
+    # torch's cuBLAS and CUTLASS take multiples of 16, and no two e5m2. They take row scales since capability 9.0, and
+    # whole blocks with scales on 10.x only. AMD's libraries are not known here, and no NVIDIA GPU takes fnuz.
     if torch.version.hip is not None or a.data.dtype in FNUZ:
         return False
     (M, K), N = a.shape, b.shape[1]
@@ -347,9 +347,8 @@ def blocks_for_library(scale: Tensor) -> Tensor:
 class PackedGather:
     """Base of `verbs.Gather` in float8: rows travel as bytes; a schedule adds how.
 
-    A scale travels behind the same signal and in the same collective as its row, so scales cost no launch and no wait.
-    Along the contraction a row has a scale for each rank's part: products of parts are scaled and added in float32, and
-    rounded once.
+    A scale has the same signal and collective as its row, so scales cost no launch and no wait. Along the contraction a
+    row has a scale for each rank's part: products of parts are scaled and added in float32, and rounded once.
     """
 
     # Rank r's part has `rows[r]` rows of `cols[r]` elements.
@@ -361,7 +360,7 @@ class PackedGather:
         self._num_rows = sum(sizes) if dim == 0 else other
 
     def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
-        # Every rank's part with its rank, the own one first.
+        # Yield every rank's part with its rank, the own part first.
         raise NotImplementedError
 
     def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:

@@ -2,12 +2,12 @@
 
 `push` takes programs of the kernel that multiplies, or of one issued before it, and works in a captured graph.
 `multicast` pushes with one store to all ranks, which takes fewer programs; all shards then arrive side by side. `copy`
-takes no SM: before the kernel that waits, the host issues copies and a signal behind each on a high-priority side
+takes no SM: before the kernel that waits, the host issues copies, each followed by a signal, on a high-priority side
 stream. Rows travel in pieces with a slot each, the same for all producers, so a rank chooses by itself: the cost model
 compares the time that pushing programs take from the matmul with the start of each copy.
 
-The stream itself writes the signals behind copies (`DeviceSteps.write`). A kernel that signals could wait forever for
-room on an SM, behind kernels that wait for its peers.
+The stream itself writes the signals after copies (`DeviceSteps.write`). A kernel that signals could wait forever for
+room on an SM while kernels that wait for peers hold all SMs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def piece_rows(row_bytes: int, config: Config) -> int:
 
 
 def joined_rows(ws: Workspace) -> int:
-    """Return up to how many gathered rows a tile may have rows of several ranks: on a CPU so many that both are run."""
+    """Return the most gathered rows for which a tile may have rows of several ranks; CPU checks run both cases."""
     return 64 if ws.device.type == "cpu" else JOINED_ROWS
 
 
@@ -62,8 +62,9 @@ def part_rows(row_bytes: int, piece: int) -> int:
 def choose(ws: Workspace, work: Work, *, asked_for: str = "auto") -> str:
     """Choose `push`, `copy` or `multicast` for a gather on this rank: as the caller asks, or by the cost model.
 
-    `multicast` needs memory that has it, and is not for float8, whose scales are pushed behind each row; otherwise the
-    choice is automatic. Raises RuntimeError for copies in a graph capture: their addresses are chosen on the host.
+    `multicast` needs memory that has it, and takes no float8, as scales are pushed after each row. If it cannot be
+    used, the choice is automatic. Raises RuntimeError for copies in a graph capture: their addresses are chosen on the
+    host.
     """
     if asked_for == MULTICAST:
         if ws.has_multicast and not is_float8(work.dtype):
@@ -109,7 +110,7 @@ def dealt(ws: Workspace, config: Config, work: Work, programs: int, producer: st
     """
     config = with_pushers(ws, config, programs, producer=producer)
     if ws.device.type == "cpu":
-        # An example, so that checks meet an uneven deal.
+        # An arbitrary value, so that checks run an uneven deal.
         return config, 0.5
     if programs or not work.flops or not ws.hardware.knows(work.dtype):
         return config, 0.0
@@ -142,7 +143,7 @@ def produce(
     - `beside`: a kernel that pushes runs on the side stream, as copies always do, until `settle`.
     - `programs`: as in `fused.Fused`.
     """
-    # Make the table on the main stream, as it is kept.
+    # Make the table on the main stream, as it is cached.
     kernel_config, table = with_pushers(ws, config, programs, producer=producer), ws.table(sizes)
 
     data, scale = (x.data, x.for_kernels()) if type(x) is Quantized else (x, None)
@@ -183,7 +184,7 @@ def _copy(
         laid_out[:, :cols] = x
         x = laid_out
         if ws.device.type == "cuda":
-            # The side stream still reads it after this op has let go of it.
+            # The side stream may read x after this op has released it.
             x.record_stream(side_stream(ws))
     steps = ws.steps
     steps.enter(op)
@@ -204,12 +205,12 @@ def _copy(
         send(ws.rank)
     with travelling(ws):
         for i in range(1, ws.world_size):
-            # First the previous rank: it wants these rows soonest.
+            # Start with the previous rank, which needs these rows first.
             send((ws.rank - i) % ws.world_size)
 
 
 def load_for_capture(ws: Workspace, issue: Callable[[], object], *key: Any) -> None:
-    """Load what `issue` would start, once a key: a capture pushes where this call copies, and cannot load kernels."""
+    """Load the kernels that `issue` would start, once a key: a capture pushes instead, and cannot load kernels."""
 
     def load() -> bool:
         with only_loading():
@@ -229,6 +230,6 @@ def alike(*tensors: Matrix | None) -> tuple[Any, ...]:
 
 
 def finish(ws: Workspace) -> None:
-    """End the epoch of an op whose kernel could not, as its copies may still be in flight."""
+    """End the epoch of an op with copies: its kernel cannot end the epoch while copies may be in flight."""
     settle(ws)
     ws.steps.leave()

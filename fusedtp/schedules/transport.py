@@ -1,4 +1,4 @@
-"""Parts that schedules share: a side stream for copies beside matmuls on a GPU, and one shot or two."""
+"""Parts that schedules share: a side stream for copies beside matmuls on a GPU, and the way of an all-reduce."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def side_stream(ws: Workspace) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def travelling(ws: Workspace) -> Iterator[None]:
-    """Run what is issued inside on a side stream, beside the matmuls that follow; on a CPU, do nothing."""
+    """Issue the work inside on a side stream, beside the matmuls that follow; on a CPU, do nothing."""
     if ws.device.type == "cpu":
         yield
         return

@@ -168,7 +168,7 @@ class UnfusedScatter:
         del self._terms
         if not self._to_all:
             out = self._reduced(terms)[: self._sizes[rank]]
-            # Copied, so that no padding is kept.
+            # Copy, so that the padded buffer is freed.
             out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
         elif terms.numel():
             with trace.span("collective"):

@@ -27,8 +27,8 @@ class Epilogue(NamedTuple):
     - `bias`: added; one element for each column of the result asked for.
     - `residual`: added; shaped like this rank's part of the result.
     - `activation`: of each product, or a gated one of two, which has one result; "" for none.
-    - `keeps`: whether the products themselves are results too, behind the others.
-    - `norm`: of the rows of a sum; the normed sum is a result behind it.
+    - `keeps`: whether the products themselves are results too, after the others.
+    - `norm`: of the rows of a sum; the normed sum is a result after the sum.
     """
 
     bias: Tensor | None = None
@@ -92,17 +92,17 @@ class Gather(Protocol):
         """Send this rank's part now, or leave it to the kernel of the first product."""
 
     def start_beside(self, x: Tensor) -> None:
-        """Send this rank's part now, beside what is issued next."""
+        """Send this rank's part now, beside the work issued next."""
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         """Compute the products as parts arrive, with epilogues of the same activation."""
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return all ranks' parts, in `out`, which has the own one, or in a new tensor."""
+        """Return all ranks' parts, in `out`, which has this rank's part already, or in a new tensor."""
 
 
 class Scatter(Protocol):
-    """One scatter of a task: to the owners, or of everything to everybody. own: the tensor that was `put`, if any."""
+    """One scatter of a task: to the owners, or of all terms to all ranks. own: the tensor that was `put`, if any."""
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         """Set this rank's terms to the sum of these a @ b."""
@@ -120,8 +120,8 @@ class Scatter(Protocol):
 class Verbs(Protocol):
     """Schedule on one rank, for one task. A class of verbs is made of a workspace, or of a group, and the task.
 
-    - `where`: where the schedule applies an epilogue, in words.
-    - `sent_by`: how the last run sent what it gathered, or "".
+    - `where`: place of an epilogue in this schedule, in words.
+    - `sent_by`: how the last run sent the gathered tensor, or "".
     - `sums`: the reduction order if a task may have any.
     - `by_host`: whether the host makes the protocol's steps; otherwise kernels do.
     - `layout`: the needs of arenas and signals, if the schedule shares memory.
@@ -136,7 +136,7 @@ class Verbs(Protocol):
     layout: Any = None
 
     def form(self) -> Any:
-        """Return the task's form if the schedule has one of its own, else None: see `forms`."""
+        """Return the schedule's own form of the task, or None for one of `forms`."""
         return None
 
     def gather(self, what: GatherOf) -> Any:

@@ -1,1 +1,1 @@
-"""From a line of notation to steps, in pure Python: how dims are split, and the collectives that a matmul needs."""
+"""Plan sharded matmuls in pure Python: parse the notation, and find the collectives that a matmul needs."""

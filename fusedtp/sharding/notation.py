@@ -111,9 +111,9 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """Parse a spec such as `"[B, S_X, K] @ [K, N_X] -> [B, S, N_X]"`; whitespace between the signs is free.
+    """Parse a spec such as `"[B, S_X, K] @ [K, N_X] -> [B, S, N_X]"`; whitespace between tokens is ignored.
 
-    NotationError shows the string with a caret below the wrong character and says what would be valid.
+    NotationError shows the string with a caret below the wrong character, and the valid alternatives.
     """
     if not isinstance(text, str):
         raise TypeError(f"spec must be a notation string, not {type(text).__name__}: got {text!r:.80}")

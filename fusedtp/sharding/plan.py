@@ -1,13 +1,13 @@
-"""From a notation string to steps: the collectives of a matmul and its two gradients, and which each matmul fuses.
+"""Plan a notation string: the collectives of a matmul and its two gradients, and the one that each matmul fuses.
 
 The backward pass has one rule: a gradient has the sharding of its tensor, and the gradient of a partial result is whole
 over its partial axes. So dx = dy @ w.T and dw = x.T @ dy are matmuls of known shardings, planned like y = x @ w.
 
 A plan moves both operands to shardings whose local product is part of the answer, multiplies, and moves the result to
 the wanted sharding. All ways to do so are compared. Without sizes the fewest collectives win, then the fewest bytes
-with rows, K and N of one length, then the fewest FLOPs. That gives the usual table: gather what the contraction lacks,
-reduce what it leaves, gather a result late, slice for free. With sizes the cheapest by bytes and FLOPs wins, and the
-usual way wins ties; `reason` names the way that it was compared with.
+with rows, K and N of one length, then the fewest FLOPs. That gives the usual table: gather a split contraction, reduce
+partial results, gather a result late, slice for free. With sizes the cheapest by bytes and FLOPs wins, and the usual
+way wins ties; `reason` names the way that it was compared with.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MatmulPlan(Matmul):
         return next((step for step in self.collectives if step.fused), None)
 
     def stages(self, done: tuple[Step, ...] = ()) -> Stages:
-        """Return the steps before the matmul, the one fused with it, and those after it, without those in `done`."""
+        """Return the steps before the matmul, the fused step, and the steps after it, without steps in `done`."""
         todo = [(step, prior[0]) for step, prior, _ in self.walked if replace(step, fused=False) not in done]
         at = next(i for i, (step, _) in enumerate(todo) if step.kind == "matmul")
         before, after = ([each for each in part if not each[0].fused] for part in (todo[:at], todo[at + 1 :]))
@@ -111,7 +111,7 @@ class MatmulPlan(Matmul):
 
     @cached_property
     def walked(self) -> tuple[tuple[Step, tuple[Tensor, ...], Tensor], ...]:
-        """Return each step with the shardings that it starts from (two for the matmul) and the one that it makes."""
+        """Return each step with its input shardings (two for the matmul) and its output sharding."""
         now = dict(zip(self.names, (self.a, self.b), strict=False))
         walked = []
         for step in self.steps:

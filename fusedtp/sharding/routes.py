@@ -134,7 +134,7 @@ class Route:
     """Cheapest steps between two shardings, compared field by field.
 
     - `cost`: bytes sent and the start of every collective, in bytes.
-    - `reduces`: number of steps that add up.
+    - `reduces`: number of steps that reduce.
     - `num_steps`: number of all steps.
     - `exposed`: bytes sent outside the step that could be fused with the matmul next to it.
     - `sent`: bytes that a rank sends.
@@ -297,7 +297,7 @@ def choose(
     ways = _in_order(_ways(matmul, axes, usual), lambda way: (way.cost, way.flops))
     best = next(ways)
     if sizes is not None:
-        # Its routes may differ from the cheapest for these sizes: price it as it stands.
+        # The usual way's routes may not be the cheapest for these sizes: price these routes.
         usual_way = _priced(matmul, best, sizes)
 
         def cost(way: Way) -> tuple[float, bool]:

@@ -47,13 +47,13 @@ from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import TOKENS, Heads, Hooks, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
 
-# Name of the comparison of what ranks were given. Without it, the scatter of parameters that a style begins with would
-# wait for the group's timeout if a rank has other parameters, or none.
+# Name of the comparison of the ranks' models and options. Without it, a style's first scatter of parameters would wait
+# for the group's timeout if a rank has other parameters, or none.
 _OP = "parallelize"
 
 
 def model_given(model: nn.Module) -> dict[str, str]:
-    """Return what must be the same on all ranks: dtype and shape of every parameter, and the values of `config`."""
+    """Return the values that all ranks must share: dtype and shape of every parameter, and the values of `config`."""
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return {
@@ -63,7 +63,7 @@ def model_given(model: nn.Module) -> dict[str, str]:
 
 
 def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
-    """Compare what the ranks were given; if it differs, raise RanksDisagree on every rank, with the first difference.
+    """Compare the ranks' `mine`; if they differ, raise RanksDisagree on every rank, with the first difference.
 
     Raises PeerTimeout with the first rank that has left nothing in the group's store, for instance because it is still
     loading, within the group's timeout or the time that `set_timeout` allows.

@@ -58,7 +58,7 @@ class _Together:
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither a copy nor a file keeps results.
+        # Results are neither copied nor saved.
         return {"linears": self.linears, "_key": None, "_outs": {}}
 
 
@@ -92,9 +92,9 @@ class FusedGroup(ParallelStyle):
     - `options`: those of FusedColwiseParallel.
 
     The module's code is unchanged and sees its input as given: x.shape of a plain shard is this rank's part, of a
-    DTensor the whole. The first linear that the module calls with an input computes all of them, the others take their
-    results. Calls with different inputs, or of only some linears, are right too, but compute more than is used. In
-    backward the gradients of the input are added before they are scattered, once.
+    DTensor the whole. The first linear that the module calls with an input computes the results of all. Calls with
+    different inputs, or of only some linears, are right too, but compute unused results. In backward the gradients of
+    the input are added before they are scattered, once.
 
     Under torch.compile an input must not be changed in place between the calls of a group. Tensors made under
     torch.inference_mode count no changes, so each linear gathers them for itself. torch.no_grad has one gather for all.
@@ -126,8 +126,8 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        # Parameters that several linears share stay one. Ties to other modules are looked for before `given` refers to
-        # the parameters: what nobody else refers to needs no search.
+        # Parameters that several linears share stay one. Ties to other modules are searched before `given` refers to
+        # the parameters: a parameter without other references needs no search.
         ids = Counter(id(each) for linear in linears for each in linear.parameters())
         if not self.keeps_ties:
             for linear in linears:
@@ -183,7 +183,7 @@ class Unpacked(nn.Module):
     """
 
     parts: nn.ModuleList
-    # True if it was a Conv1D.
+    # True if the packed linear was a Conv1D.
     transposed: bool
 
     def forward(self, x: Tensor) -> Tensor:

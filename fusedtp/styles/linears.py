@@ -79,7 +79,7 @@ class _Layouts:
         return local(x, x.ndim), placement, sizes
 
     def hand_out(self, y: Tensor, made: Placement, shape: tuple[int, ...]) -> Tensor:
-        """Return y, which lies as `made` of a whole tensor of `shape`, in the layout and kind that the style asks for.
+        """Return y, with placement `made` in a whole tensor of `shape`, in the layout and kind that the style asks for.
 
         The kind is a DTensor or this rank's tensor.
         """
@@ -325,7 +325,7 @@ class FusedColwiseParallel(_FusedStyle):
     - `output_layouts`: by default Shard(-1).
     - `use_local_output`: return this rank's tensor rather than a DTensor.
     - `schedule`: of the matmul: auto, fused, decomposed or unfused.
-    - `producer`: how `fused` sends what it gathers: auto, push, copy or multicast.
+    - `producer`: how `fused` sends the gathered input: auto, push, copy or multicast.
     - `float8`: tensorwise, rowwise or rowwise_with_gw_hp: operands are cast to float8 before they are sent.
     - `order`: rank, any (NVLink's switch adds if it can) or tree (the same bits on any number of ranks), as in
       `all_gather_linear`.

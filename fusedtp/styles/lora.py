@@ -53,7 +53,7 @@ def model_of(model: nn.Module) -> nn.Module:
 
 
 def _inner(module: nn.Module) -> str:
-    # The name of the module that this one, of peft, wraps; "" if it wraps none.
+    # Return the name of the module that a peft module wraps; "" if it wraps none.
     return next((name for name in ("base_layer", "original_module") if name in module._modules), "")
 
 
@@ -117,7 +117,7 @@ def copies(module: nn.Module | None) -> list[nn.Module]:
 
 
 def _parts(module: nn.Module) -> list[Any]:
-    # The linears, or the embedding, that a peft module wraps.
+    # Return the linears, or the embedding, that a peft module wraps.
     base: Any = module._modules.get("base_layer")
     return list(base.parts) if isinstance(base, Unpacked) else [base]
 
@@ -147,7 +147,7 @@ def only_asked() -> Iterator[None]:
 
 
 def unload(name: str, tuner: Any, *args: Any, **options: Any) -> Any:
-    """Take all adapters off by the tuner's own method `name`, unload or merge_and_unload."""
+    """Remove all adapters by the tuner's own method `name`, unload or merge_and_unload."""
     with only_asked():
         model = getattr(type(tuner), name)(tuner, *args, **options)
     for module in model.modules():
@@ -157,11 +157,11 @@ def unload(name: str, tuner: Any, *args: Any, **options: Any) -> Any:
 
 
 def with_adapter_names(tuner: Any, *args: Any, **options: Any) -> Any:
-    """Set a call up that may have an adapter for each sequence, as the tuner's own method does."""
+    """Prepare a call that may have an adapter for each sequence, as the tuner's own method does."""
     if options.get("adapter_names") is not None and any(
         isinstance(each._modules.get("original_module"), FusedEmbedding | FusedLinear) for each in tuner.modules()
     ):
-        # Before peft's hooks are there, which an exception in the call would leave.
+        # Raise before peft adds hooks, which an exception in the call would leave behind.
         raise NotImplementedError(
             "adapter_names= is not done by modules_to_save of a linear, or an embedding, that fusedtp.parallelize has "
             "split: call the model once for each adapter, after set_adapter"
@@ -172,7 +172,7 @@ def with_adapter_names(tuner: Any, *args: Any, **options: Any) -> Any:
 def add_weighted_adapter(
     tuner: Any, adapters: Any, weights: Any, adapter_name: str, *args: Any, **options: Any
 ) -> None:
-    """Add an adapter made of others, as the tuner's own method makes it of whole factors, and split it."""
+    """Combine adapters into a new one by the tuner's own method, which needs whole factors, and split the new one."""
     layers: list[Any] = [each for each in tuner.modules() if isinstance(each, FusedAdapted)]
     kept = [(each, dict(each._modules)) for layer in layers for each in (layer.lora_A, layer.lora_B)]
     is_new = adapter_name not in tuner.peft_config
@@ -200,7 +200,7 @@ class FusedAdapted(Derived):
 
     device_mesh: DeviceMesh
     src_data_rank: int | None
-    # Whether its factors are whole for now, as `add_weighted_adapter` needs them.
+    # True while factors are whole, for `add_weighted_adapter`.
     is_whole = False
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -223,7 +223,7 @@ class FusedAdapted(Derived):
                 "values: leave out low_cpu_mem_usage=True"
             )
         if isinstance(layer.base_layer, Unpacked):
-            # It has no weight that would tell peft where to put them.
+            # A packed linear has no weight, from which peft takes the factors' device and dtype.
             weight = layer.base_layer.parts[0].weight
             for factors in (layer.lora_A, layer.lora_B):
                 factors[adapter_name].to(weight.device, weight.dtype)
@@ -231,7 +231,7 @@ class FusedAdapted(Derived):
             self.split_adapter(adapter_name)
 
     def split_adapter(self, name: str) -> None:
-        """Split one adapter, whose factors every rank has whole, and those of an embedding go on having."""
+        """Split one adapter, whose factors are whole on every rank; an embedding's factors stay whole."""
         layer: Any = self
         if isinstance(layer.base_layer, FusedEmbedding):
             for factors in (layer.lora_embedding_A, layer.lora_embedding_B):
@@ -239,7 +239,7 @@ class FusedAdapted(Derived):
                     same_as(self.src_data_rank, factors[name], self.device_mesh)
             return
         for linear in (layer.lora_A[name], layer.lora_B[name]):
-            # `add_weighted_adapter` gives them weights of other ranks than they were made for.
+            # `add_weighted_adapter` replaces the weights by weights with another r.
             linear.out_features, linear.in_features = linear.weight.shape
         parts = _parts(layer)
         layouts, whole = parts[0].layouts, AsGiven(schedule=parts[0].layouts.options.schedule)
@@ -281,7 +281,7 @@ class FusedAdapted(Derived):
             self._style(style, linear.parts[0] if is_packed else linear)
 
     def _mixed_batch_forward(self, x: Tensor, *args: Any, adapter_names: Sequence[str], **kwargs: Any) -> Tensor:
-        """As peft's own, whose adapters come in the order of a set, which differs between ranks."""
+        """Compute peft's own forward in one order of adapters on all ranks; peft iterates over a set."""
         layer: Any = self
         if isinstance(layer.base_layer, FusedEmbedding):
             mixed: Tensor = super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)  # type: ignore[misc]
@@ -297,7 +297,7 @@ class FusedAdapted(Derived):
         return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # peft gives a factor the adapter's name by the parameters that are there, of which `Unpacked` has other ones.
+        # peft finds a factor's name by the module's parameters, which differ if the linear is `Unpacked`.
         layer: Any = self
         for of in ("weight", "bias"):
             if (whole := state_dict.pop(f"{prefix}lora_B.{of}", None)) is not None:
@@ -306,7 +306,7 @@ class FusedAdapted(Derived):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def merge(self, safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
-        """Merge as peft's own method; its safe merge sets `.data`, which leaves a DTensor's part as it was."""
+        """Merge like peft's own method, but check here: peft's safe merge sets `.data`, not a DTensor's part."""
         layer: Any = self
         for name in (layer.active_adapters if adapter_names is None else adapter_names) if safe_merge else ():
             if name in layer.scaling:
@@ -330,7 +330,7 @@ class FusedAdapted(Derived):
             base.together.clear()
 
     def get_delta_weight(self, adapter: str) -> Tensor:
-        """Return what merging an adapter adds to the weight, laid out like the weight."""
+        """Return the change of the weight by merging an adapter, laid out like the weight."""
         layer: Any = self
         if isinstance(layer.base_layer, Unpacked) and not self.is_whole:
             raise NotImplementedError(
@@ -348,7 +348,7 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, local: Tensor) -> Tensor:
-    # A part with as many sequences as it has, laid out as x is: never by sequences.
+    # Return `local`, with any number of sequences, as a DTensor laid out like x, which is never split by sequences.
     if not isinstance(x, DTensor):
         return local
     return as_dtensor(local, x.device_mesh, x.placements[0], (len(local), *x.shape[1:]))

@@ -79,7 +79,7 @@ class FusedNorm(Derived):
     """Class that FusedNormParallel gives a norm: the norm's code reads this rank's parameters; gradients are summed."""
 
     gradients: Sum
-    # How tokens are split. None: as the input is laid out; a plain input is whole.
+    # Split of the tokens. None: that of the input; a plain input is whole.
     tokens: Shard | None
     use_local_output: bool
     # How the running call reads parameters: "part" if the input is split, "whole" if every rank has all of it. Between
@@ -100,7 +100,7 @@ class FusedNorm(Derived):
         return as_dtensor(out, x.device_mesh, placement, (*x.shape[:-1], out.shape[-1]))
 
     def _received(self, input: Tensor) -> Tensor:
-        # The input as a DTensor in the style's layout; unchanged if the style has none.
+        # Return the input as a DTensor in the style's layout; unchanged if the style has none.
         check_dense("input", input)
         if self.tokens is None:
             return input
@@ -126,7 +126,7 @@ class FusedDropout(FusedNorm):
     num_features = 0
 
     def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return this rank's part of what nn.Dropout returns for the whole input."""
+        """Return this rank's part of nn.Dropout's result for the whole input."""
         if self.num_features:
             whole = *input.shape[:-1], self.num_features
             return self._dropped(as_dtensor(input, self.gradients.mesh, Shard(input.ndim - 1), whole)).to_local()

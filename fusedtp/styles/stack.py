@@ -25,14 +25,14 @@ ATTENTION = {
 
 
 OWN_PLAN = "torch's parallelize_module splits it, with fusedtp's styles in a plan of your own"
-"""The remedy where parallelize has no plan."""
+"""The remedy for models without a plan of parallelize."""
 
 
 @dataclass(frozen=True)
 class Decoder:
     """Names of a decoder's parts.
 
-    - `columns`, `rows`: linears of a layer that the model's plan splits so.
+    - `columns`, `rows`: linears of a layer that the model's plan splits by columns, by rows.
     - `others`: other entries of the plan.
     - `latent`: linears that make keys and values from a latent vector, which is not split.
     """
@@ -116,7 +116,7 @@ def has_own(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether the module is called a norm and has no children: each token or head is handled by itself."""
+    """Return whether the module is called a norm and has no children, so that it handles each token or head alone."""
     return "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
 
 

@@ -49,7 +49,7 @@ def _features_before(mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[
 
 
 def _local_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    # A copy: OLMoE changes it in place, which a view of a DTensor does not allow.
+    # Copy, as OLMoE changes the output in place, which a view of a DTensor does not allow.
     return output.to_local().clone()
 
 
@@ -176,7 +176,7 @@ class Heads(ParallelStyle):
         whole = getattr(here.config, "num_key_value_heads", None) or here.config.num_attention_heads
         hook = partial(_cache_before, whole, self.keys, whole < device_mesh.size())
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        # A copy: the other modules keep a configuration with all heads.
+        # Copy, as the other modules keep a configuration with all heads.
         here.config = copy.copy(here.config)
         here.config.num_attention_heads = self.queries
         return module

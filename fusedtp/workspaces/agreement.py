@@ -25,7 +25,7 @@ from torch import Tensor
 from ..op import Task
 from ..torch_private import graph_task
 
-# Limit of kept meanings, because shapes may never repeat.
+# Limit of cached meanings, because shapes may never repeat.
 _MAX_KEPT = 4096
 
 

@@ -204,7 +204,7 @@ def gave_up_on(headers: Sequence[Sequence[int]], peer: int) -> int | None:
 
 
 def explain(rank: int, headers: Sequence[Sequence[int]], peer: int, named: int) -> str:
-    """Return what the message of `rank` that names rank `named` in place of `peer` says of it, in brackets."""
+    """Return the explanation in brackets for the message of `rank` that names `named` in place of `peer`."""
     words, text = headers[named], ""
     if named != peer:
         text += f"; rank {peer} was itself waiting for rank {named}"

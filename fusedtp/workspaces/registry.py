@@ -154,7 +154,7 @@ def destroy(group: Group = None) -> None:
     give_back: Callable[[], None] = partial(_forget_all, keys)
     for each in dict.fromkeys(key[0] for key in keys):
         give_back = partial(locks.alone, ("group", each), "destroy", give_back)
-    # With the locks of all groups: if an op is running, no memory is given back.
+    # Hold the locks of all groups: if an op is running, no memory is given back.
     give_back()
 
 

@@ -49,7 +49,7 @@ _told: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
 
 
 def _waits() -> Iterator[float]:
-    # Yields the seconds waited so far, after a sleep from the second time on.
+    # Yield the seconds waited so far, after a sleep from the second time on.
     ran, poll = Stopwatch(), _FIRST_POLL_SECONDS
     while True:
         yield ran.seconds()
@@ -151,7 +151,7 @@ class StoreExchange:
             before -= 1
 
     def _forgotten(self, number: int) -> bool:
-        # Whether there was anything of this rank's former attempt.
+        # Return whether this rank's former attempt had left anything.
         return any([self._store.delete_key(self._key(what, self._rank, number)) for what in ("outcome", "lost")])
 
     def _patience(self) -> float:
@@ -166,7 +166,7 @@ class StoreExchange:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _waited(self, what: str, peer: int, seconds: float) -> Any:
-        # The peer's row, or its outcome with this rank's rows. None if one of the rows has been replaced.
+        # Return the peer's row, or its outcome with this rank's rows. None if one of the rows has been replaced.
         waits = _waits()
         while True:
             found = self._read("row", peer) if what == "row" else self._outcome(peer)
@@ -194,7 +194,7 @@ class StoreExchange:
                         f"it has not come again since rank {self._rank} broke off: call fusedtp.destroy for this group "
                         "on every rank, then the op again"
                     )
-                # Tells a rank that comes late.
+                # Tell the missing rank, which may come late.
                 self._store.set(self._key("lost", self._rank, self._number), json.dumps(who))
                 raise PeerTimeout(_MAKING, self._rank, who, round(waited, 3), come, lost == self._rank)
 

@@ -223,7 +223,7 @@ class HostSteps:
             _word(self._signals[dst] + entry).value = epoch
 
     def _disagrees(self, src: int) -> bool:
-        # True if rank `src`, which has entered, has another fingerprint.
+        # Return whether rank `src`, which has entered, has another fingerprint.
         theirs = load_fingerprint(self._fingerprints[self.epoch & 1][src])
         return theirs != self._ws.meanings.now.fingerprint
 
