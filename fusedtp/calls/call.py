@@ -101,7 +101,7 @@ class Call:
         sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
         return plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
 
-    def said(self) -> str:
+    def agreement_text(self) -> str:
         """Return the text for `agreement` of properties that a task's matrices do not show.
 
         The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
@@ -177,7 +177,7 @@ class Call:
             assert step.task is not None
             group, asked = self._group(step.axis), self.settings.asked
             ready = step.ready = Ready(
-                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
+                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.agreement_text()
             )
         return ready
 
@@ -221,6 +221,7 @@ class Call:
                     outs = [operands["a"].new_empty(shape) for shape in shapes]
                 else:
                     ready = step.ready
+                    # `is_stale`, except that a GPU's capture is checked in `_ready`.
                     if ready is None or ready.version != generation.version or ready.on_gpu or generation.gone:
                         ready = self._ready(step)
                     outs = ready.run(operands)
