@@ -33,7 +33,7 @@ from ..scaled import Quantized, Scaled
 from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
 from . import arguments, operators
 from . import call as calls_
-from .call import Call, Prepare
+from .call import Call, ProblemFunction
 from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
 from .problems import Described, Settings
@@ -281,21 +281,21 @@ _in_graph = one(_by_operator)
 
 
 def apply(
-    prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
     residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None, *,
     of_layer: bool = False,
 ) -> Any:  # fmt: skip
-    """Make the call that `prepare` checks and describes, without the dispatcher if possible.
+    """Make the call that `problem` checks and describes, without the dispatcher if possible.
 
     - `w`, `bias`: tensors, or tuples for several weights. Then the result is a tuple too.
-    - `along`: further arguments of `prepare` after the options: a dim and its length on every rank.
+    - `along`: further arguments of `problem` after the options: a dim and its length on every rank.
     - `out_dtype`: dtype of the result if operands are `Scaled`.
     - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
 
     torch.autocast applies.
     """
     if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
-        return _scaled(prepare, x, w, bias, group, asked, along, out_dtype, residual, norm)
+        return _scaled(problem, x, w, bias, group, asked, along, out_dtype, residual, norm)
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     # As `call.named`, inlined because every call runs this.
@@ -310,7 +310,7 @@ def apply(
     if of_layer:
         parts = None if dispatched else _parts(given)
         if parts is not None:
-            return run(calls_.find(prepare, parts, group, asked, along, norm), given, parts, norm)
+            return run(calls_.find(problem, parts, group, asked, along, norm), given, parts, norm)
         given = _local(given)
     for each in given.values():
         dispatched = dispatched or type(each) not in PLAIN
@@ -320,9 +320,9 @@ def apply(
     # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
     # line would lose the result of an op that has ended.
     if dispatched:
-        described = calls_.describe(prepare, given, group, asked, along, norm)
+        described = calls_.describe(problem, given, group, asked, along, norm)
         return _in_graph(given, *described, norm)
-    return run(calls_.find(prepare, given, group, asked, along, norm), given, given, norm)
+    return run(calls_.find(problem, given, group, asked, along, norm), given, given, norm)
 
 
 def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -405,22 +405,22 @@ def _named(dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
 
 
 @cache
-def _in_float8(prepare: Prepare, dtypes: tuple[torch.dtype, ...], blocks: bool) -> Prepare:
-    # `prepare` for operands and results in these dtypes, the same function each time.
-    def prepares(*args: Any, **more: Any) -> Described:
-        settings, numbers = prepare(*args, **more)
+def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks: bool) -> ProblemFunction:
+    # `problem` for operands and results in these dtypes, the same function each time.
+    def in_float8(*args: Any, **more: Any) -> Described:
+        settings, numbers = problem(*args, **more)
         return settings._replace(dtypes=_named(dtypes), blocks=blocks), numbers
 
-    return prepares
+    return in_float8
 
 
 @one
 def _scaled(
-    prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None, norm: Norm | None,
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient. Other operands and shapes obey the rules for tensors in the
-    # result's dtype: `prepare` takes stand-ins in that dtype, with the same shape and one element of memory.
+    # result's dtype: `problem` takes stand-ins in that dtype, with the same shape and one element of memory.
     out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
     group, ws = groups.resolve(group), w if type(w) is tuple else (w,)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
@@ -428,14 +428,14 @@ def _scaled(
     operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
     dtypes = x.data.dtype, ws[0].data.dtype, out
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        settings, numbers = calls_.describe(prepare, given, group, asked, along, norm)
+        settings, numbers = calls_.describe(problem, given, group, asked, along, norm)
         settings = settings._replace(norm="", dtypes=_named(dtypes), blocks=blocks)
         given = {name: each for name, each in given.items() if name[:4] != "norm"}
         given |= {name: each.data for name, each in operands.items()}
         given |= {f"{name}.scale": each.scale for name, each in operands.items()}
         y = _by_operator(given, settings, numbers, None)
         return y if norm is None else (norms.of(norm, y), y)
-    call = calls_.find(_in_float8(prepare, dtypes, blocks), given, group, asked, along, norm)
+    call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, norm)
     given |= {name: Quantized.of(each, out) for name, each in operands.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(given))

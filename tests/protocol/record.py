@@ -102,7 +102,7 @@ class Recorder:
         self._enters_twice = False
         self._open = True
         # A planted bug may count otherwise than the host, which would say so before the checker does.
-        self.ws._mirror_is_exact = False
+        self.ws._host_epoch_is_exact = False
         with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
