@@ -39,247 +39,6 @@ from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, 
 from .problems import Described, Settings
 
 
-def _save(
-    ctx: Any, call: Call, given: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
-) -> dict[str, Tensor]:  # fmt: skip
-    """Save and return the tensors that the needed gradients read. `needs`: which of the given need a gradient."""
-    ctx.call, ctx.needs = call, dict(zip(given, needs, strict=True))
-    saved: dict[str, Tensor] = {}
-    for name in call.weights:
-        if ctx.needs[name]:
-            saved["x"] = given["x"]
-    for name in call.weights if needs[0] else ():
-        saved[name] = given[name]
-    if call.activation and True in needs:
-        # The last results: the products, or for `OF_RESULT` the results themselves.
-        saved.update(zip(call.products, outs[-len(call.products) :], strict=True))
-    if "norm_weight" in given:
-        saved["y"] = outs[0]
-        saved |= {name: given[name] for name in ("norm_weight", "norm_bias") if name in given}
-    ctx.saved = tuple(saved)
-    # With several results, an unused result has gradient None instead of zeros.
-    ctx.set_materialize_grads(call.num_results == 1 and not call.norm[0])
-    ctx.save_for_backward(*saved.values())
-    return saved
-
-
-def _gradients(
-    ctx: Any, dys: Sequence[Tensor | None], tensors: Sequence[Tensor], *, by_operator: bool
-) -> dict[str, Tensor | None]:
-    """Return the gradients of the tensors that the call was given, by name; `tensors` are those that were saved."""
-    call, needs, kept = ctx.call, ctx.needs, dict(zip(ctx.saved, tensors, strict=True))
-    found: dict[str, Tensor | None] = {}
-    if "norm_weight" in needs:
-        dys = _through_norm(ctx, dys, kept, found)
-    zs: list[Any] = list(dys[: call.num_results])
-    unused = [i for i, dy in enumerate(zs) if dy is None]
-    if len(unused) == len(zs):
-        return {}
-    like = next(dy for dy in zs if dy is not None) if unused else zs[0]
-    for i in unused:
-        zs[i] = like.new_zeros(*like.shape[:-1], call.widths[i])
-    if needs.get("residual"):
-        found["residual"] = like
-    if call.activation:
-        zs = activations.gradients(call.activation, zs, [kept[z] for z in call.products])
-    wanted = [needs.get(name, False) for name in ("x", *call.parameters)]
-    if True in wanted:
-        if by_operator:
-            read = dict(zip(call.dys, zs, strict=True))
-            read |= {name: kept[name] for name in ("x", *call.weights) if name in kept}
-            made = matmul_backward([*read.values()], " ".join(read), wanted, call.settings.text, call.numbers)
-        else:
-            for dy, z in zip(call.dys, zs, strict=True):
-                kept[dy] = z.resolve_neg()
-            made = call.run(kept, tuple(wanted))
-        found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
-    for i in unused:
-        # Like the parameters of a linear that was not called.
-        found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
-    return found
-
-
-def _through_norm(
-    ctx: Any, dys: Sequence[Tensor | None], kept: Mapping[str, Tensor], found: dict[str, Tensor | None]
-) -> tuple[Tensor | None]:
-    # dys: gradients of the normed sum and of the sum. Returns the gradient of the sum.
-    (dnormed, dy), (name, eps) = dys, ctx.call.norm
-    norm = Norm(name, eps, kept["norm_weight"], kept.get("norm_bias"))
-    wanted = {name: each for name, each in norm.given().items() if ctx.needs[name]}
-    settings = ctx.call.settings
-    if dnormed is not None:
-        needs = True, "norm_weight" in wanted, "norm_bias" in wanted
-        through, *made = norms.gradients(norm, kept["y"], dnormed, needs)
-        assert through is not None
-        dy = through if dy is None else through + dy
-        found |= zip(wanted, [each for each in made if each is not None], strict=True)
-    elif settings.splits_rows:
-        # Another rank may have a gradient, so this rank joins the sum with zeros.
-        found |= {name: torch.zeros_like(each) for name, each in wanted.items()}
-    if wanted and settings.splits_rows:
-        # Every rank norms its own rows, so the gradients are summed over ranks.
-        mine = torch.stack([found[name] for name in wanted])  # type: ignore[misc]
-        sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
-        found |= zip(wanted, sums.unbind(), strict=True)
-    return (dy,)
-
-
-class _Eager(torch.autograd.Function):
-    # tensors: those of `parts`. Parameters may be DTensors, of which `parts` has the local tensors.
-    @staticmethod
-    def forward(ctx: Any, call: Call, parts: dict[str, Tensor], *tensors: Any) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        outs = call.run(parts, keeps=call.keeps and True in needs)
-        # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
-        outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
-        saved = _save(ctx, call, parts, needs, outs)
-        # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
-        ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
-        ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
-        return _as_asked(call, outs)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
-        # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
-        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
-        return (None, None, *map(found.get, ctx.needs))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_forward_mode()
-
-
-def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
-    # Without the products; a normed sum before the sum.
-    if call.norm[0]:
-        return outs[1], outs[0]
-    return outs[0] if call.num_results == 1 else tuple(outs[: call.num_results])
-
-
-@one
-def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Tensor | None]:
-    call, dtensors, transformed, batched = ctx.call, ctx.dtensors, transforms_active(), False
-    check_versions(tensors, ctx.versions)
-    for dy in dys:
-        batched = batched or (dy is not None and is_batched(dy))
-    if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
-        raise NotImplementedError(
-            "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-            "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
-        )
-    # create_graph=True and torch.func's vmap need the operator.
-    by_operator = torch.is_grad_enabled() or transformed
-    if by_operator:
-        tensors = [local(dtensors[name], 2) if name in dtensors and name in call.weights else each
-                   for name, each in zip(ctx.saved, tensors, strict=True)]  # fmt: skip
-        for name, each in zip(ctx.saved, tensors, strict=True):
-            if name == "x" or name in call.weights:
-                keep(each, is_checked=True)
-    if batched:
-        rows, level = remove_batch(dys[0])
-        made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
-        batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
-        return {name: add_batch(each, level) for name, each in batches.items()}
-    found = _gradients(ctx, dys, tensors, by_operator=by_operator)
-    for name, parameter in dtensors.items():
-        if (each := found.get(name)) is not None:
-            found[name] = as_gradient(each, parameter)
-    return found
-
-
-def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Sequence[Tensor]) -> None:
-    names, keeps, settings, numbers = others
-    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
-    if call.keeps and not keeps:
-        raise RuntimeError("a gradient of fusedtp::matmul is made of what `keeps` adds to its results")
-    _save(ctx, call, dict(zip(names.split(), tensors, strict=True)), ctx.needs_input_grad[: len(tensors)], outs)
-
-
-def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
-    # Read once: a checkpoint recomputes saved tensors for one reader.
-    return list(map(_gradients(ctx, dys, ctx.saved_tensors, by_operator=True).get, ctx.needs))
-
-
-def _forward(
-    tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int], *, fake: bool = False
-) -> list[Tensor]:
-    given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
-    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
-    if (out := call.settings.out_dtype) is not None:
-        for name in ("x", *call.weights):
-            data, scale = given[name], given.pop(f"{name}.scale")
-            given[name] = data.new_empty(data.shape, dtype=out) if fake else Quantized.of(Scaled(data, scale), out)
-    elif not fake:
-        # In a compiled graph no other code sees these tensors.
-        for name in ("x", *call.weights):
-            keep(given[name])
-    return call.run(given, keeps=keeps, fake=fake)
-
-
-@operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
-def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int]) -> list[Tensor]:
-    """Run a call on tensors with these names, see `Call.run`.
-
-    - `names`: with spaces between them, x first. `x.scale` and `w.scale` are scales of float8.
-    - `keeps`: return the products before the activation too. Gradients need them, except those of `OF_RESULT`.
-    - `settings`, `numbers`: as in `call.of`, the settings as `text`. The numbers may be symbolic.
-    """
-    return _forward(tensors, names, keeps, settings, numbers)
-
-
-def _backward(
-    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int], *,
-    fake: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    given = dict(zip(names.split(), tensors, strict=True))
-    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
-    if not fake:
-        check_kept([each for name, each in given.items() if name not in call.dys])
-    return call.run(given, tuple(needs), fake=fake)
-
-
-def _refuse_second(ctx: Any, *grads: Any) -> Any:
-    # torch.autograd.grad returns zeros for an input without a path to it, so leaving out the formula would lose terms.
-    raise NotImplementedError(
-        "second derivatives of fusedtp's matmuls are not implemented: what was computed with create_graph=True can be "
-        "used, but not differentiated with respect to what they were given"
-    )
-
-
-@operator("matmul_backward", partial(_backward, fake=True), _refuse_second, lambda *_: None)
-def matmul_backward(
-    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int]
-) -> list[Tensor]:
-    """Return the needed gradients: of x, then of w and bias of each weight. `names` begins with those of gradients."""
-    return _backward(tensors, names, needs, settings, numbers)
-
-
-def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int], norm: Norm | None) -> Any:
-    """Run a call by its operator. A norm is an op of its own, which a compiler may fuse with others."""
-    if norm is not None:
-        norm = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
-        summed = {name: each for name, each in given.items() if name not in ("norm_weight", "norm_bias")}
-        y = _by_operator(summed, settings._replace(norm=""), numbers, None)
-        if settings.splits_rows:
-            group_name, schedule = settings.group_names[0], settings.asked.schedule
-            # Each rank norms rows of its own, so backward sums the gradients of the norm's parameters over ranks.
-            norm = norm.map(lambda each: operators.as_it_is(each[None], group_name, schedule)[0])
-        return norms.of(norm, y), y
-    tensors, keeps, activation = [*given.values()], False, settings.asked.activation
-    if activation is not None and activation not in OF_RESULT:
-        # Inside of transforms a tensor does not tell whether it needs a gradient.
-        transformed = not torch.compiler.is_compiling() and transforms_active()
-        keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
-    ys = matmul(tensors, " ".join(given), keeps, settings.text, numbers)
-    if activation in GATED:
-        return ys[0]
-    ys = ys[: len(ys) // 2] if keeps else ys
-    return ys[0] if len(ys) == 1 else tuple(ys)
-
-
-_in_graph = one(_by_operator)
-
-
 def apply(
     problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
     residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None, *,
@@ -398,6 +157,247 @@ def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it"
             )
+
+
+class _Eager(torch.autograd.Function):
+    # tensors: those of `parts`. Parameters may be DTensors, of which `parts` has the local tensors.
+    @staticmethod
+    def forward(ctx: Any, call: Call, parts: dict[str, Tensor], *tensors: Any) -> Any:
+        needs = ctx.needs_input_grad[2:]
+        outs = call.run(parts, keeps=call.keeps and True in needs)
+        # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
+        outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
+        saved = _save(ctx, call, parts, needs, outs)
+        # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
+        ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
+        ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
+        return _as_asked(call, outs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
+        # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
+        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
+        return (None, None, *map(found.get, ctx.needs))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+
+def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
+    # Without the products; a normed sum before the sum.
+    if call.norm[0]:
+        return outs[1], outs[0]
+    return outs[0] if call.num_results == 1 else tuple(outs[: call.num_results])
+
+
+@one
+def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Tensor | None]:
+    call, dtensors, transformed, batched = ctx.call, ctx.dtensors, transforms_active(), False
+    check_versions(tensors, ctx.versions)
+    for dy in dys:
+        batched = batched or (dy is not None and is_batched(dy))
+    if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
+        raise NotImplementedError(
+            "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
+            "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
+        )
+    # create_graph=True and torch.func's vmap need the operator.
+    by_operator = torch.is_grad_enabled() or transformed
+    if by_operator:
+        tensors = [local(dtensors[name], 2) if name in dtensors and name in call.weights else each
+                   for name, each in zip(ctx.saved, tensors, strict=True)]  # fmt: skip
+        for name, each in zip(ctx.saved, tensors, strict=True):
+            if name == "x" or name in call.weights:
+                keep(each, is_checked=True)
+    if batched:
+        rows, level = remove_batch(dys[0])
+        made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
+        batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
+        return {name: add_batch(each, level) for name, each in batches.items()}
+    found = _gradients(ctx, dys, tensors, by_operator=by_operator)
+    for name, parameter in dtensors.items():
+        if (each := found.get(name)) is not None:
+            found[name] = as_gradient(each, parameter)
+    return found
+
+
+def _save(
+    ctx: Any, call: Call, given: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
+) -> dict[str, Tensor]:  # fmt: skip
+    """Save and return the tensors that the needed gradients read. `needs`: which of the given need a gradient."""
+    ctx.call, ctx.needs = call, dict(zip(given, needs, strict=True))
+    saved: dict[str, Tensor] = {}
+    for name in call.weights:
+        if ctx.needs[name]:
+            saved["x"] = given["x"]
+    for name in call.weights if needs[0] else ():
+        saved[name] = given[name]
+    if call.activation and True in needs:
+        # The last results: the products, or for `OF_RESULT` the results themselves.
+        saved.update(zip(call.products, outs[-len(call.products) :], strict=True))
+    if "norm_weight" in given:
+        saved["y"] = outs[0]
+        saved |= {name: given[name] for name in ("norm_weight", "norm_bias") if name in given}
+    ctx.saved = tuple(saved)
+    # With several results, an unused result has gradient None instead of zeros.
+    ctx.set_materialize_grads(call.num_results == 1 and not call.norm[0])
+    ctx.save_for_backward(*saved.values())
+    return saved
+
+
+def _gradients(
+    ctx: Any, dys: Sequence[Tensor | None], tensors: Sequence[Tensor], *, by_operator: bool
+) -> dict[str, Tensor | None]:
+    """Return the gradients of the tensors that the call was given, by name; `tensors` are those that were saved."""
+    call, needs, kept = ctx.call, ctx.needs, dict(zip(ctx.saved, tensors, strict=True))
+    found: dict[str, Tensor | None] = {}
+    if "norm_weight" in needs:
+        dys = _through_norm(ctx, dys, kept, found)
+    zs: list[Any] = list(dys[: call.num_results])
+    unused = [i for i, dy in enumerate(zs) if dy is None]
+    if len(unused) == len(zs):
+        return {}
+    like = next(dy for dy in zs if dy is not None) if unused else zs[0]
+    for i in unused:
+        zs[i] = like.new_zeros(*like.shape[:-1], call.widths[i])
+    if needs.get("residual"):
+        found["residual"] = like
+    if call.activation:
+        zs = activations.gradients(call.activation, zs, [kept[z] for z in call.products])
+    wanted = [needs.get(name, False) for name in ("x", *call.parameters)]
+    if True in wanted:
+        if by_operator:
+            read = dict(zip(call.dys, zs, strict=True))
+            read |= {name: kept[name] for name in ("x", *call.weights) if name in kept}
+            made = matmul_backward([*read.values()], " ".join(read), wanted, call.settings.text, call.numbers)
+        else:
+            for dy, z in zip(call.dys, zs, strict=True):
+                kept[dy] = z.resolve_neg()
+            made = call.run(kept, tuple(wanted))
+        found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
+    for i in unused:
+        # Like the parameters of a linear that was not called.
+        found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
+    return found
+
+
+def _through_norm(
+    ctx: Any, dys: Sequence[Tensor | None], kept: Mapping[str, Tensor], found: dict[str, Tensor | None]
+) -> tuple[Tensor | None]:
+    # dys: gradients of the normed sum and of the sum. Returns the gradient of the sum.
+    (dnormed, dy), (name, eps) = dys, ctx.call.norm
+    norm = Norm(name, eps, kept["norm_weight"], kept.get("norm_bias"))
+    wanted = {name: each for name, each in norm.given().items() if ctx.needs[name]}
+    settings = ctx.call.settings
+    if dnormed is not None:
+        needs = True, "norm_weight" in wanted, "norm_bias" in wanted
+        through, *made = norms.gradients(norm, kept["y"], dnormed, needs)
+        assert through is not None
+        dy = through if dy is None else through + dy
+        found |= zip(wanted, [each for each in made if each is not None], strict=True)
+    elif settings.splits_rows:
+        # Another rank may have a gradient, so this rank joins the sum with zeros.
+        found |= {name: torch.zeros_like(each) for name, each in wanted.items()}
+    if wanted and settings.splits_rows:
+        # Every rank norms its own rows, so the gradients are summed over ranks.
+        mine = torch.stack([found[name] for name in wanted])  # type: ignore[misc]
+        sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
+        found |= zip(wanted, sums.unbind(), strict=True)
+    return (dy,)
+
+
+def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Sequence[Tensor]) -> None:
+    names, keeps, settings, numbers = others
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
+    if call.keeps and not keeps:
+        raise RuntimeError("a gradient of fusedtp::matmul is made of what `keeps` adds to its results")
+    _save(ctx, call, dict(zip(names.split(), tensors, strict=True)), ctx.needs_input_grad[: len(tensors)], outs)
+
+
+def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
+    # Read once: a checkpoint recomputes saved tensors for one reader.
+    return list(map(_gradients(ctx, dys, ctx.saved_tensors, by_operator=True).get, ctx.needs))
+
+
+def _forward(
+    tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int], *, fake: bool = False
+) -> list[Tensor]:
+    given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
+    if (out := call.settings.out_dtype) is not None:
+        for name in ("x", *call.weights):
+            data, scale = given[name], given.pop(f"{name}.scale")
+            given[name] = data.new_empty(data.shape, dtype=out) if fake else Quantized.of(Scaled(data, scale), out)
+    elif not fake:
+        # In a compiled graph no other code sees these tensors.
+        for name in ("x", *call.weights):
+            keep(given[name])
+    return call.run(given, keeps=keeps, fake=fake)
+
+
+@operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
+def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int]) -> list[Tensor]:
+    """Run a call on tensors with these names, see `Call.run`.
+
+    - `names`: with spaces between them, x first. `x.scale` and `w.scale` are scales of float8.
+    - `keeps`: return the products before the activation too. Gradients need them, except those of `OF_RESULT`.
+    - `settings`, `numbers`: as in `call.of`, the settings as `text`. The numbers may be symbolic.
+    """
+    return _forward(tensors, names, keeps, settings, numbers)
+
+
+def _backward(
+    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int], *,
+    fake: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    given = dict(zip(names.split(), tensors, strict=True))
+    call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
+    if not fake:
+        check_kept([each for name, each in given.items() if name not in call.dys])
+    return call.run(given, tuple(needs), fake=fake)
+
+
+def _refuse_second(ctx: Any, *grads: Any) -> Any:
+    # torch.autograd.grad returns zeros for an input without a path to it, so leaving out the formula would lose terms.
+    raise NotImplementedError(
+        "second derivatives of fusedtp's matmuls are not implemented: what was computed with create_graph=True can be "
+        "used, but not differentiated with respect to what they were given"
+    )
+
+
+@operator("matmul_backward", partial(_backward, fake=True), _refuse_second, lambda *_: None)
+def matmul_backward(
+    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int]
+) -> list[Tensor]:
+    """Return the needed gradients: of x, then of w and bias of each weight. `names` begins with those of gradients."""
+    return _backward(tensors, names, needs, settings, numbers)
+
+
+def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int], norm: Norm | None) -> Any:
+    """Run a call by its operator. A norm is an op of its own, which a compiler may fuse with others."""
+    if norm is not None:
+        norm = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
+        summed = {name: each for name, each in given.items() if name not in ("norm_weight", "norm_bias")}
+        y = _by_operator(summed, settings._replace(norm=""), numbers, None)
+        if settings.splits_rows:
+            group_name, schedule = settings.group_names[0], settings.asked.schedule
+            # Each rank norms rows of its own, so backward sums the gradients of the norm's parameters over ranks.
+            norm = norm.map(lambda each: operators.as_it_is(each[None], group_name, schedule)[0])
+        return norms.of(norm, y), y
+    tensors, keeps, activation = [*given.values()], False, settings.asked.activation
+    if activation is not None and activation not in OF_RESULT:
+        # Inside of transforms a tensor does not tell whether it needs a gradient.
+        transformed = not torch.compiler.is_compiling() and transforms_active()
+        keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
+    ys = matmul(tensors, " ".join(given), keeps, settings.text, numbers)
+    if activation in GATED:
+        return ys[0]
+    ys = ys[: len(ys) // 2] if keeps else ys
+    return ys[0] if len(ys) == 1 else tuple(ys)
+
+
+_in_graph = one(_by_operator)
 
 
 def _named(dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
