@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import collectives, reference
+from fusedtp.schedules import SCHEDULES as TABLE
 
 from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
@@ -99,7 +100,8 @@ class Problem(Operands):
         # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
-        lenient = by_backend or variant not in ("decomposed", "fused", "auto")
+        over_memory = variant == "auto" or (variant in SCHEDULES and TABLE[variant].shares_memory)
+        lenient = by_backend or not over_memory
         # All sums come before the first check: a rank that finds a wrong part must not leave the others waiting.
         whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]
         summed = [

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
 from .calls import arguments, autograd, dispatch, parameters, problems
-from .calls.call import Prepare
+from .calls.call import ProblemFunction
 from .calls.parameters import Device
 from .groups import Group
 from .norms import Norm
@@ -148,13 +148,13 @@ class ShardedLinear(parameters.Watched):
                     parameters.same_as(0, own, self._lies[name].mesh, self.group)
 
     def _linear(
-        self, prepare: Prepare, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
+        self, problem: ProblemFunction, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:  # fmt: skip
         self.check_parameters()
         if not self._is_padded and self._matrices == 1:
             return autograd.apply(
-                prepare, x, self.weight, self.bias, self.group, self.options, along, residual, norm, of_layer=True
+                problem, x, self.weight, self.bias, self.group, self.options, along, residual, norm, of_layer=True
             )
         size, several = self._sizes[self.group.rank()], self._matrices > 1
         weight: Any = self._own("weight", self.weight, size, 2 + several)
@@ -162,7 +162,7 @@ class ShardedLinear(parameters.Watched):
         if several:
             weight, bias = weight.unbind(), (None,) * self._matrices if bias is None else bias.unbind()
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
-        return autograd.apply(prepare, x, weight, bias, self.group, self.options, along, residual, norm)
+        return autograd.apply(problem, x, weight, bias, self.group, self.options, along, residual, norm)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]

@@ -71,7 +71,7 @@ class Chunks(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Context of the hooks. head: as in `dealt`. END: as in `Link`."""
+    """Context of the hooks. PUSHERS: programs that push. head: turns that as many others sit out. END: as in `Link`."""
 
     link: Link
     a: Shard
@@ -293,7 +293,8 @@ def _gather_matmul_kernel(
     """Push the own shard in programs 0 .. PUSHERS - 1, and multiply in the others.
 
     Pushing programs signal each piece; with SWITCH they store to all ranks at once. The kernel enters the epoch if
-    PUSHERS > 0, and ends the epoch if LAST.
+    PUSHERS > 0, and ends the epoch if LAST. The op's first region holds the gathered rows: the own shard's `num_rows`
+    begin at its row `dst_row`, and pieces have slots from FIRST_SLOT on. `num_tiles`, `head`: see `places`.
 
     Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in multiplying programs. Raised by
     programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.

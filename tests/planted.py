@@ -128,7 +128,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("dispatch: a stale call is run", "calls/dispatch.py", "        if self.version != generation.version:\n            return True\n", "", "test_calls.py test_workspace.py test_dispatch.py"),
     ("dispatch: fused in float64", "calls/dispatch.py", "    if dtype not in FUSED_DTYPES:\n        names", "    if False:\n        names", "test_dispatch.py test_bad_input.py"),
     ("calls: one call for two dtypes", "calls/call.py", "key += each.shape, each.dtype, each.device, each.layout", "key += each.shape, each.device, each.layout", "test_calls.py test_functional.py"),
-    ("calls: True passes for 1", "calls/call.py", "[prepare, id(group), options, kinds, norm", "[prepare, id(group), options, norm", "test_bad_input.py test_calls.py"),
+    ("calls: True passes for 1", "calls/call.py", "[problem, id(group), options, kinds, norm", "[problem, id(group), options, norm", "test_bad_input.py test_calls.py"),
     ("tuning: another machine's table", "calls/tuning.py", "        if table.machine.get(name) != here[name]\n", "        if False\n", "test_tuning.py"),
     ("tuning: the slowest is chosen", "calls/tuning.py", "    best = min(times, key=lambda name: times[name])\n    where", "    best = max(times, key=lambda name: times[name])\n    where", "test_tuning.py test_dispatch.py"),
     ("tuning: noise counts", "calls/tuning.py", "if least <= 1}", "if least <= 0}", "test_tuning.py"),

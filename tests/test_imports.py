@@ -178,7 +178,7 @@ NOUNS = (
     "ColumnParallelLinear", "RowParallelLinear", "FSDPLinear", "ParallelMLP", "FusedColwiseParallel",
     "FusedRowwiseParallel", "FusedNormParallel", "FusedEmbeddingParallel", "FusedGroup", "Options", "Scaled", "Norm",
     "Spec", "Tensor", "Dim", "Partition", "Matmul", "Plan", "Step", "Route", "Call", "Settings", "Program", "Named",
-    "Matrix", "Holder", "Op", "Task", "Quantized", "Cast", "Formats", "Ready", "Path", "Work", "Hardware", "Model",
+    "MatrixView", "Holder", "Op", "Task", "Quantized", "Cast", "Formats", "Ready", "Path", "Work", "Hardware", "Model",
     "Prepared", "Verbs", "Gather", "Scatter", "Product", "Workspace", "HostSteps", "DeviceSteps", "Meaning",
     "Stopwatch", "Memory", "Arena", "Exchange", "Layout", "Region", "Channel", "Config", "GatherMatmul",
     "MatmulScatter", "MatmulAllReduce",

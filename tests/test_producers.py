@@ -105,22 +105,22 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         whole = Work("gather", 8192, 3584, 8192, 8192 * 8192, 8, "bfloat16")
-        config, late = producer.dealt(rank, wide, whole, 0, "push")
+        config, late = producer.gather_config(rank, wide, whole, 0, "push")
         assert config.pushers == 12
         # Pushing takes 343 us of the matmul's 798 us.
         assert late == pytest.approx(0.43, abs=0.01)
-        assert producer.dealt(rank, wide, whole, 24, "push")[1] == 0
-        assert producer.dealt(rank, low, whole, 0, "push")[1] == 0
+        assert producer.gather_config(rank, wide, whole, 24, "push")[1] == 0
+        assert producer.gather_config(rank, low, whole, 0, "push")[1] == 0
         for empty in ({"rows": 0}, {"cols": 0}, {"depth": 0}, {"rows": 128, "cols": 0}, {"rows": 128, "depth": 0}):
             work = replace(whole, **empty)
-            assert producer.dealt(rank, wide, work, 0, "push")[1] == 0
+            assert producer.gather_config(rank, wide, work, 0, "push")[1] == 0
             assert producer.choose(rank, work) in ("push", "copy")
 
 
 def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
     """torch gets the peer's header, flat and unsigned, the offset of this rank's word, and the wrapped value."""
     written = []
-    rank._mirror = -5
+    rank._host_epoch = -5
     with (
         mock.patch.object(rank, "device", torch.device("cuda")),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),

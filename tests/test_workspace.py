@@ -330,7 +330,7 @@ def test_the_host_asks_for_the_epoch_as_long_as_there_is_a_graph(monkeypatch: py
     # Without a graph only the host's ops advance the epoch.
     assert ws.next_epoch() == 1
     ws._captured.append(None)
-    ws._mirror_is_exact = False
+    ws._host_epoch_is_exact = False
     assert ws.next_epoch() == 6
     ws.words[signal.EPOCH.value] = 7
     assert ws.next_epoch() == 8

@@ -33,10 +33,193 @@ from ..scaled import Quantized, Scaled
 from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
 from . import arguments, operators
 from . import call as calls_
-from .call import Call, Prepare
+from .call import Call, ProblemFunction
 from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
 from .problems import Described, Settings
+
+
+def apply(
+    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None, *,
+    of_layer: bool = False,
+) -> Any:  # fmt: skip
+    """Make the call that `problem` checks and describes, without the dispatcher if possible.
+
+    - `w`, `bias`: tensors, or tuples for several weights. Then the result is a tuple too.
+    - `along`: further arguments of `problem` after the options: a dim and its length on every rank.
+    - `out_dtype`: dtype of the result if operands are `Scaled`.
+    - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
+
+    torch.autocast applies.
+    """
+    if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
+        return _scaled(problem, x, w, bias, group, asked, along, out_dtype, residual, norm)
+    if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
+        group = groups.resolve(group)
+    # As `call.named`, inlined because every call runs this.
+    given = {"x": x, "w": w} if type(w) is not tuple else calls_.named(x, w, bias)
+    if bias is not None and type(w) is not tuple:
+        given["bias"] = bias
+    if residual is not None:
+        given["residual"] = residual
+    if norm is not None:
+        given |= norm.given()
+    dispatched = torch.compiler.is_compiling()
+    if of_layer:
+        parts = None if dispatched else _parts(given)
+        if parts is not None:
+            return run(calls_.find(problem, parts, group, asked, along, norm), given, parts, norm)
+        given = _local(given)
+    for each in given.values():
+        dispatched = dispatched or type(each) not in PLAIN
+    # As in `arguments.autocast`, inlined because every call runs this.
+    if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+        given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
+    # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
+    # line would lose the result of an op that has ended.
+    if dispatched:
+        described = calls_.describe(problem, given, group, asked, along, norm)
+        return _in_graph(given, *described, norm)
+    return run(calls_.find(problem, given, group, asked, along, norm), given, given, norm)
+
+
+def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    # Return the local tensors of a layer's call, or None if x needs a cast or a tensor other than a parameter has a
+    # special type. torch.func may wrap weights, which only `local` unwraps.
+    parts, x = {**given}, given["x"]
+    if type(x) not in PLAIN or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+        return None
+    for name, each in given.items():
+        if type(each) in PLAIN:
+            if name[0] == "w":
+                return None
+        elif name == "residual":
+            return None
+        else:
+            parts[name] = part(each, 2 if name[0] == "w" else 1)
+    return parts
+
+
+def _local(given: Mapping[str, Any]) -> dict[str, Any]:
+    # Replace parameters by their local tensors, differentiably.
+    made = dict(given)
+    for name, each in given.items():
+        if name not in ("x", "residual"):
+            made[name] = local(each, 2 if name[0] == "w" else 1)
+    return made
+
+
+def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[int]) -> Tensor:
+    """Run a call that is already described, without a bias."""
+    given = {"x": x, "w": w}
+    if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
+        return _in_graph(given, settings, numbers, None)  # type: ignore[no-any-return]
+    return run(calls_.of(settings, numbers, x.dtype, x.device), given, given, None)  # type: ignore[no-any-return]
+
+
+@one
+def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm | None) -> Any:
+    """Run a prepared call outside of compilers.
+
+    `given` has the call's tensors by name. Parameters may be a layer's DTensors; `parts` has the local tensors.
+    """
+    x = parts["x"]
+    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
+        return _by_operator(_local(given), call.settings, call.numbers, norm)
+    negated, inference = False, False
+    for each in given.values():
+        negated = negated or each.is_neg()
+        inference = inference or each.is_inference()
+    if negated:
+        # Kernels read memory and ignore torch's negative bit of a view.
+        plain, parts = given is parts, {name: each.resolve_neg() for name, each in parts.items()}
+        given = parts if plain else {name: each.resolve_neg() for name, each in given.items()}
+    if torch.is_grad_enabled():
+        # Autograd would refuse only after the op has run.
+        if inference:
+            _refuse_inference(call, given)
+        is_linear = call.is_linear and "residual" not in given and given is parts
+        if is_linear and holder(x) is None and holder(given["w"]) is None:
+            return call.linear(parts)
+        return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
+    if call.is_linear and "residual" not in given:
+        return call.linear(parts)
+    return _as_asked(call, call.run(parts))
+
+
+def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
+    x = given["x"]
+    for name in (*call.weights, "norm_weight"):
+        w = given.get(name)
+        if w is not None and ((w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference())):
+            which = "first operand" if x.is_inference() else "weight"
+            raise ValueError(
+                f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it"
+            )
+
+
+class _Eager(torch.autograd.Function):
+    # tensors: those of `parts`. Parameters may be DTensors, of which `parts` has the local tensors.
+    @staticmethod
+    def forward(ctx: Any, call: Call, parts: dict[str, Tensor], *tensors: Any) -> Any:
+        needs = ctx.needs_input_grad[2:]
+        outs = call.run(parts, keeps=call.keeps and True in needs)
+        # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
+        outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
+        saved = _save(ctx, call, parts, needs, outs)
+        # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
+        ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
+        ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
+        return _as_asked(call, outs)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
+        # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
+        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
+        return (None, None, *map(found.get, ctx.needs))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_forward_mode()
+
+
+def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
+    # Without the products; a normed sum before the sum.
+    if call.norm[0]:
+        return outs[1], outs[0]
+    return outs[0] if call.num_results == 1 else tuple(outs[: call.num_results])
+
+
+@one
+def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Tensor | None]:
+    call, dtensors, transformed, batched = ctx.call, ctx.dtensors, transforms_active(), False
+    check_versions(tensors, ctx.versions)
+    for dy in dys:
+        batched = batched or (dy is not None and is_batched(dy))
+    if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
+        raise NotImplementedError(
+            "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
+            "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
+        )
+    # create_graph=True and torch.func's vmap need the operator.
+    by_operator = torch.is_grad_enabled() or transformed
+    if by_operator:
+        tensors = [local(dtensors[name], 2) if name in dtensors and name in call.weights else each
+                   for name, each in zip(ctx.saved, tensors, strict=True)]  # fmt: skip
+        for name, each in zip(ctx.saved, tensors, strict=True):
+            if name == "x" or name in call.weights:
+                keep(each, is_checked=True)
+    if batched:
+        rows, level = remove_batch(dys[0])
+        made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
+        batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
+        return {name: add_batch(each, level) for name, each in batches.items()}
+    found = _gradients(ctx, dys, tensors, by_operator=by_operator)
+    for name, parameter in dtensors.items():
+        if (each := found.get(name)) is not None:
+            found[name] = as_gradient(each, parameter)
+    return found
 
 
 def _save(
@@ -122,69 +305,6 @@ def _through_norm(
         sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
         found |= zip(wanted, sums.unbind(), strict=True)
     return (dy,)
-
-
-class _Eager(torch.autograd.Function):
-    # tensors: those of `parts`. Parameters may be DTensors, of which `parts` has the local tensors.
-    @staticmethod
-    def forward(ctx: Any, call: Call, parts: dict[str, Tensor], *tensors: Any) -> Any:
-        needs = ctx.needs_input_grad[2:]
-        outs = call.run(parts, keeps=call.keeps and True in needs)
-        # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
-        outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
-        saved = _save(ctx, call, parts, needs, outs)
-        # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
-        ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
-        ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
-        return _as_asked(call, outs)
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
-        # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
-        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
-        return (None, None, *map(found.get, ctx.needs))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_forward_mode()
-
-
-def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
-    # Without the products; a normed sum before the sum.
-    if call.norm[0]:
-        return outs[1], outs[0]
-    return outs[0] if call.num_results == 1 else tuple(outs[: call.num_results])
-
-
-@one
-def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> dict[str, Tensor | None]:
-    call, dtensors, transformed, batched = ctx.call, ctx.dtensors, transforms_active(), False
-    check_versions(tensors, ctx.versions)
-    for dy in dys:
-        batched = batched or (dy is not None and is_batched(dy))
-    if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
-        raise NotImplementedError(
-            "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
-            "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
-        )
-    # create_graph=True and torch.func's vmap need the operator.
-    by_operator = torch.is_grad_enabled() or transformed
-    if by_operator:
-        tensors = [local(dtensors[name], 2) if name in dtensors and name in call.weights else each
-                   for name, each in zip(ctx.saved, tensors, strict=True)]  # fmt: skip
-        for name, each in zip(ctx.saved, tensors, strict=True):
-            if name == "x" or name in call.weights:
-                keep(each, is_checked=True)
-    if batched:
-        rows, level = remove_batch(dys[0])
-        made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
-        batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
-        return {name: add_batch(each, level) for name, each in batches.items()}
-    found = _gradients(ctx, dys, tensors, by_operator=by_operator)
-    for name, parameter in dtensors.items():
-        if (each := found.get(name)) is not None:
-            found[name] = as_gradient(each, parameter)
-    return found
 
 
 def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Sequence[Tensor]) -> None:
@@ -280,147 +400,27 @@ def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Seque
 _in_graph = one(_by_operator)
 
 
-def apply(
-    prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
-    residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None, *,
-    of_layer: bool = False,
-) -> Any:  # fmt: skip
-    """Make the call that `prepare` checks and describes, without the dispatcher if possible.
-
-    - `w`, `bias`: tensors, or tuples for several weights. Then the result is a tuple too.
-    - `along`: further arguments of `prepare` after the options: a dim and its length on every rank.
-    - `out_dtype`: dtype of the result if operands are `Scaled`.
-    - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
-
-    torch.autocast applies.
-    """
-    if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
-        return _scaled(prepare, x, w, bias, group, asked, along, out_dtype, residual, norm)
-    if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
-        group = groups.resolve(group)
-    # As `call.named`, inlined because every call runs this.
-    given = {"x": x, "w": w} if type(w) is not tuple else calls_.named(x, w, bias)
-    if bias is not None and type(w) is not tuple:
-        given["bias"] = bias
-    if residual is not None:
-        given["residual"] = residual
-    if norm is not None:
-        given |= norm.given()
-    dispatched = torch.compiler.is_compiling()
-    if of_layer:
-        parts = None if dispatched else _parts(given)
-        if parts is not None:
-            return run(calls_.find(prepare, parts, group, asked, along, norm), given, parts, norm)
-        given = _local(given)
-    for each in given.values():
-        dispatched = dispatched or type(each) not in PLAIN
-    # As in `arguments.autocast`, inlined because every call runs this.
-    if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
-        given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
-    # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
-    # line would lose the result of an op that has ended.
-    if dispatched:
-        described = calls_.describe(prepare, given, group, asked, along, norm)
-        return _in_graph(given, *described, norm)
-    return run(calls_.find(prepare, given, group, asked, along, norm), given, given, norm)
-
-
-def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    # Return the local tensors of a layer's call, or None if x needs a cast or a tensor other than a parameter has a
-    # special type. torch.func may wrap weights, which only `local` unwraps.
-    parts, x = {**given}, given["x"]
-    if type(x) not in PLAIN or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
-        return None
-    for name, each in given.items():
-        if type(each) in PLAIN:
-            if name[0] == "w":
-                return None
-        elif name == "residual":
-            return None
-        else:
-            parts[name] = part(each, 2 if name[0] == "w" else 1)
-    return parts
-
-
-def _local(given: Mapping[str, Any]) -> dict[str, Any]:
-    # Replace parameters by their local tensors, differentiably.
-    made = dict(given)
-    for name, each in given.items():
-        if name not in ("x", "residual"):
-            made[name] = local(each, 2 if name[0] == "w" else 1)
-    return made
-
-
-def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[int]) -> Tensor:
-    """Run a call that is already described, without a bias."""
-    given = {"x": x, "w": w}
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _in_graph(given, settings, numbers, None)  # type: ignore[no-any-return]
-    return run(calls_.of(settings, numbers, x.dtype, x.device), given, given, None)  # type: ignore[no-any-return]
-
-
-@one
-def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm | None) -> Any:
-    """Run a prepared call outside of compilers.
-
-    `given` has the call's tensors by name. Parameters may be a layer's DTensors; `parts` has the local tensors.
-    """
-    x = parts["x"]
-    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-        return _by_operator(_local(given), call.settings, call.numbers, norm)
-    negated, inference = False, False
-    for each in given.values():
-        negated = negated or each.is_neg()
-        inference = inference or each.is_inference()
-    if negated:
-        # Kernels read memory and ignore torch's negative bit of a view.
-        plain, parts = given is parts, {name: each.resolve_neg() for name, each in parts.items()}
-        given = parts if plain else {name: each.resolve_neg() for name, each in given.items()}
-    if torch.is_grad_enabled():
-        # Autograd would refuse only after the op has run.
-        if inference:
-            _refuse_inference(call, given)
-        is_linear = call.is_linear and "residual" not in given and given is parts
-        if is_linear and holder(x) is None and holder(given["w"]) is None:
-            return call.linear(parts)
-        return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
-    if call.is_linear and "residual" not in given:
-        return call.linear(parts)
-    return _as_asked(call, call.run(parts))
-
-
-def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
-    x = given["x"]
-    for name in (*call.weights, "norm_weight"):
-        w = given.get(name)
-        if w is not None and ((w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference())):
-            which = "first operand" if x.is_inference() else "weight"
-            raise ValueError(
-                f"the {which} was made in torch.inference_mode and cannot be kept for a gradient: clone() it"
-            )
-
-
 def _named(dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
     return tuple([str(dtype).replace("torch.", "") for dtype in dtypes])
 
 
 @cache
-def _in_float8(prepare: Prepare, dtypes: tuple[torch.dtype, ...], blocks: bool) -> Prepare:
-    # `prepare` for operands and results in these dtypes, the same function each time.
-    def prepares(*args: Any, **more: Any) -> Described:
-        settings, numbers = prepare(*args, **more)
+def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks: bool) -> ProblemFunction:
+    # `problem` for operands and results in these dtypes, the same function each time.
+    def in_float8(*args: Any, **more: Any) -> Described:
+        settings, numbers = problem(*args, **more)
         return settings._replace(dtypes=_named(dtypes), blocks=blocks), numbers
 
-    return prepares
+    return in_float8
 
 
 @one
 def _scaled(
-    prepare: Prepare, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
+    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None, norm: Norm | None,
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient. Other operands and shapes obey the rules for tensors in the
-    # result's dtype: `prepare` takes stand-ins in that dtype, with the same shape and one element of memory.
+    # result's dtype: `problem` takes stand-ins in that dtype, with the same shape and one element of memory.
     out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
     group, ws = groups.resolve(group), w if type(w) is tuple else (w,)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
@@ -428,14 +428,14 @@ def _scaled(
     operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
     dtypes = x.data.dtype, ws[0].data.dtype, out
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        settings, numbers = calls_.describe(prepare, given, group, asked, along, norm)
+        settings, numbers = calls_.describe(problem, given, group, asked, along, norm)
         settings = settings._replace(norm="", dtypes=_named(dtypes), blocks=blocks)
         given = {name: each for name, each in given.items() if name[:4] != "norm"}
         given |= {name: each.data for name, each in operands.items()}
         given |= {f"{name}.scale": each.scale for name, each in operands.items()}
         y = _by_operator(given, settings, numbers, None)
         return y if norm is None else (norms.of(norm, y), y)
-    call = calls_.find(_in_float8(prepare, dtypes, blocks), given, group, asked, along, norm)
+    call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, norm)
     given |= {name: Quantized.of(each, out) for name, each in operands.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(given))

@@ -101,7 +101,7 @@ class Call:
         sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
         return plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
 
-    def said(self) -> str:
+    def agreement_text(self) -> str:
         """Return the text for `agreement` of properties that a task's matrices do not show.
 
         The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
@@ -177,7 +177,7 @@ class Call:
             assert step.task is not None
             group, asked = self._group(step.axis), self.settings.asked
             ready = step.ready = Ready(
-                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.said()
+                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.agreement_text()
             )
         return ready
 
@@ -221,6 +221,7 @@ class Call:
                     outs = [operands["a"].new_empty(shape) for shape in shapes]
                 else:
                     ready = step.ready
+                    # `is_stale`, except that a GPU's capture is checked in `_ready`.
                     if ready is None or ready.version != generation.version or ready.on_gpu or generation.gone:
                         ready = self._ready(step)
                     outs = ready.run(operands)
@@ -275,8 +276,9 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
         return Call(settings, numbers, dtype, device)
 
 
-# Takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the settings and numbers for `of`.
-Prepare: TypeAlias = Callable[..., Described]
+# A function of `problems`: takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the
+# settings and numbers for `of`.
+ProblemFunction: TypeAlias = Callable[..., Described]
 
 
 def named(
@@ -295,10 +297,10 @@ def named(
 
 
 def describe(
-    prepare: Prepare, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
+    problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
     norm: Norm | None,
 ) -> Described:  # fmt: skip
-    """Call `prepare` with the tensors that `named` has returned. A compiler can trace the code."""
+    """Call `problem` with the tensors that `named` has returned. A compiler can trace the code."""
     w, bias = given["w"], given.get("bias")
     if "w1" in given:
         w = tuple([each for name, each in given.items() if name[0] == "w"])
@@ -306,7 +308,7 @@ def describe(
     more: dict[str, Any] = {"residual": given["residual"]} if "residual" in given else {}
     if norm is not None:
         more["norm"] = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
-    return prepare(given["x"], w, bias, group, asked, *along, **more)
+    return problem(given["x"], w, bias, group, asked, *along, **more)
 
 
 _OPTIONS = frozenset((int, bool, str, type(None)))
@@ -319,10 +321,10 @@ def _is_hashed_alike(option: Any) -> bool:
 
 
 def find(
-    prepare: Prepare, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...] = (),
-    norm: Norm | None = None,
+    problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options,
+    along: tuple[Any, ...] = (), norm: Norm | None = None,
 ) -> Call:  # fmt: skip
-    """Return the call that `prepare` checks and describes, of tensors that `named` has returned.
+    """Return the call that `problem` checks and describes, of tensors that `named` has returned.
 
     Equal calls are prepared once. Options of other types are checked at every call, because a dictionary takes
     (True, 2.0) for (1, 2).
@@ -330,7 +332,7 @@ def find(
     # One function, because every call runs it.
     options = (*asked, *along)
     kinds = tuple(map(type, options))
-    key: list[Any] | None = [prepare, id(group), options, kinds, norm and norm[:2], *given]
+    key: list[Any] | None = [problem, id(group), options, kinds, norm and norm[:2], *given]
     if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
         key = None
     for each in given.values():
@@ -341,12 +343,12 @@ def find(
     x: Tensor = given["x"]
     if key is None:
         refuse_tracing()
-        return of(*describe(prepare, given, group, asked, along, norm), x.dtype, x.device)
+        return of(*describe(problem, given, group, asked, along, norm), x.dtype, x.device)
     found = tuple(key)
     if generation.gone:
         generation.changed()
     call = _calls.get(found)
     if call is None or call.version != generation.version:
         refuse_tracing()
-        call = _keep(found, of(*describe(prepare, given, group, asked, along, norm), x.dtype, x.device))
+        call = _keep(found, of(*describe(problem, given, group, asked, along, norm), x.dtype, x.device))
     return call

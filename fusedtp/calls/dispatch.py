@@ -308,7 +308,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
         return
     # Late imports: these load Triton.
     from ..kernels.loading import only_loading
-    from ..schedules.producer import alike
+    from ..schedules.producer import layouts_of
 
     def load() -> bool:
         switch = task.any_order and ws.has_multicast
@@ -320,7 +320,7 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
                 prepared.go(operands)
         return True
 
-    ws.decided(("loaded", task, *alike(*operands.values())), load)
+    ws.decided(("loaded", task, *layouts_of(*operands.values())), load)
 
 
 @cache

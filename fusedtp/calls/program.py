@@ -66,7 +66,7 @@ Blocks: TypeAlias = Sequence[Named]
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixView:
     """A tensor seen as a matrix.
 
     - `name`: the tensor's name.
@@ -90,12 +90,12 @@ class Matrix:
         return "as it is" if (self.order is None) != self.transposed else "transposed"
 
     @classmethod
-    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> Matrix:
+    def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> MatrixView:
         """Return x as the matrix [rows, cols]. Each of the two is a list of dims."""
         flat = not len(rows) == len(cols) == 1
         return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
 
-    def t(self) -> Matrix:
+    def t(self) -> MatrixView:
         """Return the transposed matrix."""
         return replace(self, transposed=not self.transposed)
 
@@ -175,7 +175,7 @@ class Ending(NamedTuple):
         return [*first, *(products if self.keeps or self.norm else ())]
 
 
-PLAIN = Ending()
+NO_ENDING = Ending()
 
 
 class Fusion(NamedTuple):
@@ -192,10 +192,11 @@ class Fusion(NamedTuple):
 
 
 def operands_of(
-    op: Op, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending, columns: Sequence[int], residual: Matrix | None
-) -> tuple[dict[str, Matrix | str], dict[str, tuple[int, int]]]:
+    op: Op, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending, columns: Sequence[int],
+    residual: MatrixView | None,
+) -> tuple[dict[str, MatrixView | str], dict[str, tuple[int, int]]]:  # fmt: skip
     """Return the operands of a product by name, and their shapes. A bias has an element for each column."""
-    operands: dict[str, Matrix | str] = {}
+    operands: dict[str, MatrixView | str] = {}
     for a, b, (left, right) in zip(numbered("a", len(pairs)), numbered("b", len(pairs)), pairs, strict=True):
         # The gathered tensor is one operand for all weights.
         if op is not ALL_GATHER_MATMUL or not operands:
@@ -203,7 +204,7 @@ def operands_of(
         operands[b] = right
     if residual is not None:
         operands["residual"] = residual
-    shapes = {name: each.size for name, each in operands.items() if isinstance(each, Matrix)}
+    shapes = {name: each.size for name, each in operands.items() if isinstance(each, MatrixView)}
     for name, bias, length in zip(numbered("bias", len(ending.biases)), ending.biases, columns, strict=True):
         if bias is not None:
             operands[name], shapes[name] = bias, (1, length)
@@ -235,7 +236,7 @@ class ProgramStep:
     local: Local | None = None
     task: Task | None = None
     axis: str = ""
-    operands: Mapping[str, Matrix | str] = field(default_factory=dict)
+    operands: Mapping[str, MatrixView | str] = field(default_factory=dict)
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frees: tuple[str, ...] = ()
     ready: Ready | None = None
@@ -278,7 +279,7 @@ class Program:
         self.steps.append(ProgramStep(tuple(reads), tuple([each.name for each in tensors]), local))
         return tensors
 
-    def task(self, task: Task, axis: str, operands: Mapping[str, Matrix | str], *made: Made) -> tuple[Named, ...]:
+    def task(self, task: Task, axis: str, operands: Mapping[str, MatrixView | str], *made: Made) -> tuple[Named, ...]:
         """Add a task over a mesh axis, whose results have these dims."""
         tensors = self._named(made)
         reads = tuple([each if isinstance(each, str) else each.name for each in operands.values()])
@@ -328,7 +329,7 @@ class Program:
             num_ranks = self.partition.place[axis][1]
             if num_ranks > 1:
                 task = Task(ALL_GATHER, {"a": (1, count)}, torch.float32, (1,) * num_ranks)
-                matrix = Matrix.of(found, dims[:1], dims[1:])
+                matrix = MatrixView.of(found, dims[:1], dims[1:])
                 (everyone,) = self.task(task, axis, {"a": matrix}, (dims, (num_ranks, count)))
                 found = self._largest_of(everyone, (dims, (1, count)))
         return found.name
@@ -347,7 +348,7 @@ class Program:
         if self.leaves:
             db = self._bias_as_tree(dy, rows, spec.n, split)
         else:
-            matrix = Matrix.of(dy, rows, (spec.n,))
+            matrix = MatrixView.of(dy, rows, (spec.n,))
             (db,) = self.add(
                 lambda tensors: [matrix.view(tensors[matrix.name]).sum(0)], (matrix.name,),
                 ((spec.n,), (dy.length(spec.n),)),
@@ -364,14 +365,14 @@ class Program:
         assert len(split) < 2
         dim, axis = split[0] if split else ("", "")
         order = outermost(rows, dim)
-        matrix, made = Matrix.of(dy, order, (n,)), ((n,), (dy.length(n),))
+        matrix, made = MatrixView.of(dy, order, (n,)), ((n,), (dy.length(n),))
         length = dy.numel(rows)
         sizes = self.partition.sizes(dim, (), axis) if split else ()
         if len(set(sizes)) == 1:
             (ones,) = self.add(
                 lambda tensors: [tensors[dy.name].new_ones(1, length)], (dy.name,), (("", ".rows"), (1, length))
             )
-            operands = {"a": Matrix.of(ones, ("",), (".rows",)), "b": matrix}
+            operands = {"a": MatrixView.of(ones, ("",), (".rows",)), "b": matrix}
             shapes = {name: each.size for name, each in operands.items()}
             task = Task(MATMUL_ALL_REDUCE, shapes, self.dtype, leaves=self.leaves)
             return self.task(task, axis, operands, made)[0]
@@ -380,7 +381,7 @@ class Program:
             flat = flat_sizes(sizes, order, dy, dim)
             task = Task(ALL_GATHER, {"a": matrix.size}, self.dtype, flat)
             (whole,) = self.task(task, axis, {"a": matrix}, ((".rows", n), (sum(flat), dy.length(n))))
-            matrix = Matrix.of(whole, (".rows",), (n,))
+            matrix = MatrixView.of(whole, (".rows",), (n,))
         return self.add(
             lambda tensors: [summed_rows(matrix.view(tensors[matrix.name]), self.leaves)], (matrix.name,), made
         )[0]
@@ -404,7 +405,7 @@ class Program:
             lengths = [length if i == at else each for i, each in enumerate(x.lengths)]
             name = x.name
             return self.add(lambda tensors: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths))[0]
-        matrix = Matrix.of(x, (step.dim,), others)
+        matrix = MatrixView.of(x, (step.dim,), others)
         task = Task(OPS[step.kind], {"a": matrix.size}, self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
         length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
@@ -413,7 +414,7 @@ class Program:
     def _all_reduce(self, axis: str, x: Named) -> Named:
         if not math.prod(x.lengths):
             return x
-        matrix = Matrix(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
+        matrix = MatrixView(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
         task = Task(ALL_REDUCE, {"a": matrix.size}, self.dtype, any_order=self.any_order)
         return self.task(task, axis, {"a": matrix}, (x.dims, x.lengths))[0]
 
@@ -422,8 +423,8 @@ class Program:
         return self.any_order and op.kind != "gather"
 
     def matmul(
-        self, plan: MatmulPlan, a: Blocks, b: Blocks, ending: Ending = PLAIN, *, wanted: tuple[str, ...] | None = None,
-        done: Sequence[Step] = (),
+        self, plan: MatmulPlan, a: Blocks, b: Blocks, ending: Ending = NO_ENDING, *,
+        wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """Add a planned matmul. It chooses the order of its result's dims.
 
@@ -471,7 +472,7 @@ class Program:
         assert not any(ending.biases) or sides.transposed == exchanged
         is_sum = len(lefts) > 1
         pairs = [
-            (Matrix.of(left, sides.rows, sides.contraction), Matrix.of(right, sides.contraction, sides.cols))
+            (MatrixView.of(left, sides.rows, sides.contraction), MatrixView.of(right, sides.contraction, sides.cols))
             for left, right in zip(lefts if is_sum else [sides.a] * len(rights), rights, strict=True)
         ]
         fusion = None if step is None else self._fusion(step, sizes, sides)
@@ -498,13 +499,13 @@ class Program:
         return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
 
     def _task_of(
-        self, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending,
+        self, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending,
         products: Sequence[Made], float8: torch.dtype | None,
     ) -> Blocks:  # fmt: skip
         """Add a matmul with its collective. `float8`: the dtype of the task's first operand, if it is cast."""
         op, settings = fusion.op, self._settings
         assert (ending.residual is None and not ending.norm) or not sides.transposed
-        added = None if ending.residual is None else Matrix.of(ending.residual, sides.rows, sides.cols)
+        added = None if ending.residual is None else MatrixView.of(ending.residual, sides.rows, sides.cols)
         operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
         task = Task(
             op, shapes, self.dtype, fusion.sizes, fusion.dim,
@@ -522,7 +523,9 @@ class Program:
         made = ending.results(products)
         return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
 
-    def _local(self, pairs: Sequence[tuple[Matrix, Matrix]], ending: Ending, products: Sequence[Made]) -> Blocks:
+    def _local(
+        self, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending, products: Sequence[Made]
+    ) -> Blocks:
         biases, epilogue, made = ending.biases, ending.epilogue, ending.results(products)
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
@@ -598,8 +601,8 @@ class Program:
             ]  # fmt: skip
         taken = self._cast(uses)
         blocks = [
-            (Matrix.of(first, outer, inner), Matrix.of(one, inner, k), Matrix.of(second, inner, outer),
-             Matrix.of(other, outer, k))
+            (MatrixView.of(first, outer, inner), MatrixView.of(one, inner, k), MatrixView.of(second, inner, outer),
+             MatrixView.of(other, outer, k))
             for first, one, second, other in zip(*(taken[i::4] for i in range(4)), strict=True)
         ]  # fmt: skip
         first, one, _, other = blocks[0]

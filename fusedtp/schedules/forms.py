@@ -17,7 +17,7 @@ from ..op import Task
 from ..shards import even_sizes
 from . import SCHEDULES
 from .local import Alone, multiplied, norm_of, with_norm
-from .verbs import PLAIN, Epilogue, Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
+from .verbs import NO_EPILOGUE, Epilogue, Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -97,13 +97,15 @@ class Scattering(Summing):
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
-            return self._scatter.sum(PLAIN, own=operands["a"], last=True)
+            return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True)
         outs = self._scatter.sum(_epilogue(self._task, operands), own=None, last=not self._gathers)
         if not self._gathers:
             return outs
         # left @ X
         lefts = [operands[name] for name in self._task.each("left") if name in operands]
-        return outs + self._gather.multiply(operands["x"], [Product("outer", left.t(), PLAIN, True) for left in lefts])
+        return outs + self._gather.multiply(
+            operands["x"], [Product("outer", left.t(), NO_EPILOGUE, True) for left in lefts]
+        )
 
 
 class Reducing(Summing):

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
-from ..kernels import operands
 from ..kernels.choices import applied, of_fields
 from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
@@ -25,6 +24,7 @@ from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..kernels.matmul_scatter import MatmulScatter
+from ..kernels.operands import END, Scales, outputs_of
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
@@ -141,9 +141,10 @@ class FusedGather:
         self._by = "push"
         # Sums are sent tile by tile, with a signal each.
         self._per_tile = sums
-        self._pushes = bool(products) and not beside
-        # The number of products in one kernel, and the rows of each of their results.
-        self._alike = 0 if not products else products.count(products[0])
+        # Whether the kernel that multiplies also gathers. Otherwise `collect` gathers, and the library multiplies.
+        self._in_one_kernel = bool(products) and not beside
+        # The number of products in the kernel that gathers, and the rows of each of their results.
+        self._num_in_kernel = 0 if not products else products.count(products[0])
         self._rows = self._shape[0] if dim == 0 else other
         cols = other if dim == 0 else max(sizes)
         rows = self._shape[0] if dim == 0 else on.world_size * other
@@ -166,7 +167,7 @@ class FusedGather:
 
     def _launcher(self) -> GatherMatmul:
         ws, on = self._ws, self._on
-        config, late = producers.dealt(ws, self._config, self._work, on.programs, self._by)
+        config, late = producers.gather_config(ws, self._config, self._work, on.programs, self._by)
         self._launch = GatherMatmul(
             on.task.op.number, self._sizes, on_rows=self._dim == 0, pitch=self.region.pitch,
             piece_rows=self.region.piece, config=config, scales=on.scales, leaves=on.task.leaves,
@@ -175,7 +176,7 @@ class FusedGather:
         return self._launch
 
     def _produce(self, x: Matrix, producer: str, *, beside: bool = False) -> None:
-        with_own = self._pushes and (self._joined or not own_in_place(x))
+        with_own = self._in_one_kernel and (self._joined or not own_in_place(x))
         producers.produce(
             self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
             config=self._config, with_own=with_own, beside=beside, programs=self._on.programs,
@@ -188,23 +189,24 @@ class FusedGather:
             self._by = on.sent_by = "push"
         else:
             self._by = self._choose()
-        if not self._pushes or self._on.split or self._by == "copy":
+        if not self._in_one_kernel or self._on.split or self._by == "copy":
             self._produce(x, self._by)
+        # Otherwise the first programs of the kernel in `multiply` push.
 
     def start_beside(self, x: Matrix) -> None:
         self._produce(x, self._choose(), beside=True)
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        if not self._pushes:
+        if not self._in_one_kernel:
             return multiplied(self._collected(x), products, self._on.task.leaves)
-        alike, others = products[: self._alike], products[self._alike :]
-        by, on, ws, epilogue, transposed = self._by, self._on, self._ws, alike[0].epilogue, alike[0].transposed
-        name = epilogue.activation
+        in_kernel, others = products[: self._num_in_kernel], products[self._num_in_kernel :]
+        by, on, ws, first, transposed = self._by, self._on, self._ws, in_kernel[0].epilogue, in_kernel[0].transposed
+        name = first.activation
         M, bs, biases = self._rows, [], []
         outs: list[Tensor] = []
         cs: list[Tensor] = []
         zs: list[Tensor] = []
-        for each in alike:
+        for each in in_kernel:
             N = each.other.shape[1]
             bs.append(each.other)
             biases.append(each.epilogue.bias)
@@ -213,11 +215,11 @@ class FusedGather:
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
             cs.append(outs[-1].t() if transposed else outs[-1])
             # If the result is transposed, z has the layout of c: only its address is needed.
-            if epilogue.keeps:
+            if first.keeps:
                 zs.append(torch.empty_like(outs[-1]))
-        bias = epilogue.bias
+        bias = first.bias
         given = _all_or_none(biases, cs) if len(cs) > 1 else None if bias is None else (bias,)
-        made = TileEpilogue(
+        epilogue = TileEpilogue(
             given, constant(transposed), None, tuple(zs) or None,
             constant(GATED.get(name, name)), constant(name in GATED),
         )  # fmt: skip
@@ -225,9 +227,9 @@ class FusedGather:
         if type(x) is Quantized:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
         launch, issued = self._launch or self._launcher(), on.split or by == "copy"
-        start = partial(launch, ws.channel(), own, bs, cs, made, ws.table(self._sizes), scales=scales)
+        start = partial(launch, ws.channel(), own, bs, cs, epilogue, ws.table(self._sizes), scales=scales)
         if by == "copy" and not on.split:
-            layouts = producers.alike(x, *(made.bias or ()), *(each.other for each in alike))
+            layouts = producers.layouts_of(x, *(epilogue.bias or ()), *(each.other for each in in_kernel))
             in_capture = partial(start, pushed=False, last=not others)
             producers.load_for_capture(ws, in_capture, on.task, layouts)
         start(pushed=issued, last=not others and by != "copy")
@@ -335,7 +337,7 @@ class FusedScatter:
             # The rows that were put may still be in flight, as copies.
             transport.settle(self._ws)
         added = epilogue.residual
-        residual = None if added is None else operands.outputs_of(added if self._dim == 0 else added.t())
+        residual = None if added is None else outputs_of(added if self._dim == 0 else added.t())
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
             epilogue_of(epilogue.bias, per_row=self._dim == 1, residual=residual), region_rows=self._region_rows,
@@ -356,10 +358,10 @@ def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple
     return tuple(c.new_zeros(c.shape[1]) if bias is None else bias for bias, c in pairs)
 
 
-def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = operands.END) -> operands.Scales:
+def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = END) -> Scales:
     """Return a launch's scales of blocks. `out` is a placeholder: Triton 3.6 cannot compare a tuple with None in it."""
     a, b = [each.for_kernels() for each in lefts], [each.t().for_kernels() for each in rights]
-    return operands.Scales(tuple(a), tuple(b), out, operands.END)
+    return Scales(tuple(a), tuple(b), out, END)
 
 
 class FusedRing:
@@ -414,9 +416,9 @@ class OneKernel:
         self._arrivals: Tensor | None = None
         self.stages = (self._run,)
 
-    def _run(self, given: Operands) -> list[Tensor]:
+    def _run(self, operands: Operands) -> list[Tensor]:
         task, ws = self._task, self._ws
-        a, b, bias, residual = given["a"], given["b"], given.get("bias"), given.get("residual")
+        a, b, bias, residual = operands["a"], operands["b"], operands.get("bias"), operands.get("residual")
         channel = ws.channel()
         scales: Any = None
         if type(a) is Quantized:
@@ -425,10 +427,10 @@ class OneKernel:
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
         # Every call runs this.
-        added = None if residual is None else operands.outputs_of(residual)
+        added = None if residual is None else outputs_of(residual)
         epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), added)
         self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
-        return with_norm(norm_of(task, given), out) if task.norm else [out]
+        return with_norm(norm_of(task, operands), out) if task.norm else [out]
 
     @outside_inference
     def _zeros(self) -> Tensor:

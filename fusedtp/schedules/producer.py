@@ -102,8 +102,8 @@ def with_pushers(ws: Workspace, config: Config, programs: int = 0, *, producer: 
     return replace(config, pushers=min(pushers, max(1, programs // 4)) if programs else pushers)
 
 
-def dealt(ws: Workspace, config: Config, work: Work, programs: int, producer: str) -> tuple[Config, float]:
-    """Return the configuration of a gather + matmul with its pushing programs, and `late` of its kernel.
+def gather_config(ws: Workspace, config: Config, work: Work, programs: int, producer: str) -> tuple[Config, float]:
+    """Return the configuration of a gather + matmul with its pushing programs, and the kernel's `GatherMatmul.late`.
 
     The grid has a program for each multiprocessor, and the pushing ones besides. If only one program fits, as many
     multiplying programs start when the pushing ones end. Arguments as in `with_pushers`.
@@ -156,7 +156,7 @@ def produce(
         )  # fmt: skip
 
     if producer == "copy":
-        load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, alike(x))
+        load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, layouts_of(x))
         _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
     elif beside:
         with travelling(ws):
@@ -221,7 +221,7 @@ def load_for_capture(ws: Workspace, issue: Callable[[], object], *key: Any) -> N
         ws.decided(("loaded", *key), load)
 
 
-def alike(*tensors: Matrix | None) -> tuple[Any, ...]:
+def layouts_of(*tensors: Matrix | None) -> tuple[Any, ...]:
     """Return a key of these tensors: calls with the same key load the same kernels."""
     return tuple(
         None if each is None else (each.shape, each.stride(), each.dtype, each.data_ptr() % _KNOWN_ALIGNMENT)

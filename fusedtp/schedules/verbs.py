@@ -38,7 +38,7 @@ class Epilogue(NamedTuple):
     norm: Norm | None = None
 
 
-PLAIN = Epilogue()
+NO_EPILOGUE = Epilogue()
 
 
 class Product(NamedTuple):
@@ -49,7 +49,7 @@ class Product(NamedTuple):
 
     kind: Literal["rows", "outer"]
     other: Matrix
-    epilogue: Epilogue = PLAIN
+    epilogue: Epilogue = NO_EPILOGUE
     transposed: bool = False
 
 

@@ -58,7 +58,7 @@ class Failing:
     _arena: Arena | None
     _report: Any
     _op: str
-    _mirror: int
+    _host_epoch: int
 
     def _abandon(self, op: str, error: BaseException | None) -> None:
         # Peers may or may not have this rank's data. The next op would take their data for this op as its own.

@@ -92,8 +92,9 @@ class Workspace(Failing):
         # `dispatch.Knowledge` of this group, and decisions from it. Ranks agree on them again for every workspace.
         self.knowledge: Any = None
         self._decisions: dict[Any, Any] = {}
-        self._mirror = epoch
-        self._mirror_is_exact = True
+        # The last finished epoch as the host counts, which needs no read of the device.
+        self._host_epoch = epoch
+        self._host_epoch_is_exact = True
         self._last_stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
         on_gpu = device.type == "cuda"
@@ -105,7 +106,7 @@ class Workspace(Failing):
 
     def make(self, exchange: StoreExchange | None = None) -> None:
         """Make the arenas, collectively. Before this, or if it raises, only `close` may be called."""
-        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._mirror, exchange)
+        self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._host_epoch, exchange)
         # Ranks must make the same decisions, so all use rank 0's hardware.
         self.hardware = self._shared_hardware()
         clock.drive(self.host_block[signal.CLOCK_MS.value :])
@@ -168,15 +169,15 @@ class Workspace(Failing):
     def next_epoch(self) -> int:
         """Return the epoch of the next op that runs from the host."""
         if self.device.type == "cpu":
-            return _wrap((self._mirror if self._progress else self.epoch) + 1)
+            return _wrap((self._host_epoch if self._progress else self.epoch) + 1)
         if self._capturing():
             raise RuntimeError(
                 "copies go to addresses chosen on the host and cannot be captured: use schedule 'fused', which pushes"
             )
-        if not self._mirror_is_exact:
+        if not self._host_epoch_is_exact:
             # Every replay of a graph advances the device's epoch. The host does not see that.
-            self._mirror, self._mirror_is_exact = self.epoch, not self._captured
-        return _wrap(self._mirror + 1)
+            self._host_epoch, self._host_epoch_is_exact = self.epoch, not self._captured
+        return _wrap(self._host_epoch + 1)
 
     def require(self, half_bytes: int, slots: int) -> None:
         """Grow the workspace to halves of at least `half_bytes` and at least `slots` signals for each source.
@@ -222,7 +223,7 @@ class Workspace(Failing):
             self._progress = _SENT
         else:
             # Ops of virtual ranks do not call `begin` and `end`.
-            self._mirror_is_exact = False
+            self._host_epoch_is_exact = False
 
     def channel(self) -> Channel:
         """Return the arguments of a kernel's launcher, and record that the op sends."""
@@ -287,7 +288,7 @@ class Workspace(Failing):
         if self._on_host and self._progress:
             # `next_epoch`, inlined because every op runs this.
             self._progress = _SENT
-            return (self._mirror + 1 + 2**31) % 2**32 - 2**31
+            return (self._host_epoch + 1 + 2**31) % 2**32 - 2**31
         epoch = self.next_epoch()
         self.tell_peers()
         return epoch
@@ -311,10 +312,10 @@ class Workspace(Failing):
         if self._on_host:
             words = self.host_words
             epoch = int(words[_EPOCH])
-            if (epoch != self._mirror and self._mirror_is_exact) or words[_ARRIVED] or words[_TICKETS]:
-                self._refuse_words(words, self._mirror)
+            if (epoch != self._host_epoch and self._host_epoch_is_exact) or words[_ARRIVED] or words[_TICKETS]:
+                self._refuse_words(words, self._host_epoch)
             words[_BUDGET_MS] = self._budget_ms
-            self._mirror, self._mirror_is_exact = epoch, True
+            self._host_epoch, self._host_epoch_is_exact = epoch, True
             return
         check_device(self.data)
         if self._capturing():
@@ -333,14 +334,14 @@ class Workspace(Failing):
                 self._done = self._done or torch.cuda.Event()
                 self._done.record(self._last_stream)
             # A captured op advances the device's epoch at every replay. The host does not see that.
-            self._mirror_is_exact = self._mirror_is_exact and not capturing
+            self._host_epoch_is_exact = self._host_epoch_is_exact and not capturing
         self._check()
         if self._on_host and self._progress == _SENT:
             words = self.host_words
-            if words[_GIVEN_UP] or int(words[_EPOCH]) != _wrap(self._mirror + 1):
-                self._refuse_words(words, _wrap(self._mirror + 1))
+            if words[_GIVEN_UP] or int(words[_EPOCH]) != _wrap(self._host_epoch + 1):
+                self._refuse_words(words, _wrap(self._host_epoch + 1))
         if self._progress == _SENT or self.device.type != "cpu":
-            self._mirror = _wrap(self._mirror + 1)
+            self._host_epoch = _wrap(self._host_epoch + 1)
             self._call = locks.current()
         self._progress = _NO_OP
 

@@ -102,7 +102,7 @@ class Recorder:
         self._enters_twice = False
         self._open = True
         # With a planted bug a kernel may count differently from the host, which would report it before the checker.
-        self.ws._mirror_is_exact = False
+        self.ws._host_epoch_is_exact = False
         with TorchAccesses(self.touched, self.host_event):
             op()
         self._open = False
