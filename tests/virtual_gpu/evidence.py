@@ -260,7 +260,7 @@ def code_of(text: str) -> str:
 def in_processes(every: Sequence[Unit]) -> list[Done]:
     """Run all units, one for each processor at a time."""
     count = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(count, maxtasksperchild=40) as pool:
+    with multiprocessing.get_context("fork").Pool(count, maxtasksperchild=16) as pool:
         return list(pool.imap_unordered(work, every, chunksize=1))
 
 
