@@ -191,7 +191,7 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
 def train(
     steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
     fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
-    order: Annotated[str, typer.Option(help="Of sums: rank, or tree, which does not depend on ranks.")] = "rank",
+    order: Annotated[str, typer.Option(help="Order of sums: rank, or tree, which does not depend on ranks.")] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
     """Train a small decoder by every schedule: losses must agree.
@@ -285,7 +285,7 @@ def overhead(
 ) -> None:
     """Measure a call's cost on its host, in microseconds.
 
-    That is what it takes on CPU ranks beside what it is for.
+    That is the time of a call on CPU ranks, less its matmul, copies and waits.
     """
     from . import layers
     from .cases import ranks

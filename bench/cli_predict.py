@@ -38,7 +38,7 @@ def hardware_of(name: str, world_size: int) -> Hardware:
 
 
 def predict(
-    op: Annotated[str | None, typer.Argument(help="The name of one: --list has them all.")] = None,
+    op: Annotated[str | None, typer.Argument(help="Name of the op, from --list.")] = None,
     m: Annotated[str, typer.Option("--m", help="Rows of x: 4096, or 512,1024, or 512:8192 for doubling.")] = "8192",
     n: Annotated[str, typer.Option("--n", help="Columns of the whole y, or of a tensor without a matmul.")] = "28672",
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
@@ -49,14 +49,14 @@ def predict(
     ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
-    algorithm: Annotated[str, typer.Option(help="Of an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="For an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
     matmul_us: Annotated[float | None, typer.Option(help="Measured us of the library's matmul, one size.")] = None,
     kernel_matmul_us: Annotated[
         float | None, typer.Option(help="Measured us of our kernel, signals raised beforehand.")
     ] = None,
     data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
-    overlap_network: Annotated[bool, typer.Option(help="Of --data-parallel: hide it behind the matmuls.")] = True,
-    casts: Annotated[bool, typer.Option(help="Of fp8: x is made float8 first, by every schedule.")] = True,
+    overlap_network: Annotated[bool, typer.Option(help="With --data-parallel: hide it behind the matmuls.")] = True,
+    casts: Annotated[bool, typer.Option(help="With fp8: every schedule casts x to float8 first.")] = True,
     order: Annotated[
         str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")
     ] = "rank",
@@ -182,7 +182,7 @@ def explain(
 ) -> None:
     """Show the steps, bytes and FLOPs of a sharded matmul.
 
-    Of it and of both its gradients: collectives, the bytes that a rank sends, and the FLOPs that it computes.
+    For y and both gradients: collectives, the bytes that a rank sends, and the FLOPs that it computes.
     """
     from fusedtp import explain as describe
     from fusedtp.cost.hardware import OCP, find

@@ -51,7 +51,7 @@ def tune(
     show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Find the fastest tile of each size for fused.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: the matmuls of a block of these models.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Of --model, default 16,256,2048,8192.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens of --model; default 16,256,2048,8192.")] = None,
     shape: Annotated[
         list[str] | None, typer.Option(help="With --kernels: one global size M,N,K; may be repeated.")
     ] = None,

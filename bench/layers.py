@@ -406,5 +406,5 @@ def overhead_table(frame: pd.DataFrame) -> CellTable:
     """Return the table of a call's overhead."""
     columns = {"world_size": "ranks", "direction": "direction", "beside_us": "beside\nus", "q1_us": "25 %\nus",
                "q3_us": "75 %\nus", "linear_us": "F.linear\nus"}  # fmt: skip
-    title = f"A call beside its work, {ROWS} x {FEATURES} a rank"
+    title = f"A call less its matmul, copies and waits, {ROWS} x {FEATURES} a rank"
     return CellTable.of("overhead", title, frame[list(columns)].rename(columns=columns))

@@ -290,7 +290,8 @@ def verdict(frame: pd.DataFrame) -> list[str]:
 
 def _ratio(row: Any) -> str:
     told = f"{row['matmul']} {row['where']}, {row['direction']}, {row['world_size']} ranks"
-    return f"{row['speedup']:.2f}x ({row['low']:.2f} to {row['high']:.2f}) at {told}"
+    same = ", no difference" if row["low"] <= 1 <= row["high"] else ""
+    return f"{row['speedup']:.2f}x ({row['low']:.2f} to {row['high']:.2f}{same}) at {told}"
 
 
 def everything(frame: pd.DataFrame) -> CellTable:

@@ -24,7 +24,7 @@ class PeerTimeout(RuntimeError):
         self.came_late, self.explained = came_late, explained
         waited = f"waited {seconds:g} s for rank {peer}"
         if came_late:
-            text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} before this rank {waited}"
+            text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} (rank {rank} {waited})"
         else:
             lost = ", which did not answer: it is lost or late, or has raised an error of its own"
             text = f"{op}: rank {rank} {waited}{' in vain' if explained else lost}"

@@ -68,7 +68,7 @@ REFUSED = [
     ("[K] @ [K, N] -> [N]", "  ^", "at least two dims"),
     ("[M, K] @ [B, K, N] -> [M, N]", "          ^", "matrix"),
     ("[M, K] @ [K] -> [M]", "           ^", "matrix"),
-    ("[M, K] @ [J, N] -> [M, N]", "          ^", "starts with K"),
+    ("[M, K] @ [J, N] -> [M, N]", "          ^", "must start with K"),
     ("[M, K] @ [K, M] -> [M, N]", "             ^", "a name of their own"),
     ("[M, M] @ [M, N] -> [M, N]", "    ^", "twice"),
     ("[M, K] @ [K, N] -> [N, M]", "                    ^", "must be [M, N]"),

@@ -262,7 +262,7 @@ class _Parser:
         if b.names[0] != k:
             self.fail(
                 at_b.dims[0],
-                f"the contraction must have one name: the second operand starts with {k}, the first's last dim",
+                f"the second operand must start with {k}, the first operand's last dim, not with {b.names[0]}",
             )
         if n in a.names:
             self.fail(

@@ -121,7 +121,8 @@ class Failing:
             1.25 * self.seconds + 1,
         )
         text = agreement.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
-        if len({each["sizes"] for each in everyone if each and "sizes" in each}) > 1:
+        called = {(each.get("op"), each["sizes"]) for each in everyone if each and "sizes" in each}
+        if len(called) > 1 and len({name for name, _ in called}) == 1:
             text += (
                 ". Shards of different lengths need all of them on every rank: `sizes`, or a layer's `sequence_sizes`"
             )
