@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import triton
 from triton.runtime.errors import OutOfResources
 
 from . import INTERPRETED
@@ -122,7 +123,7 @@ def _compiled_with_room(
     given = options = _fitting(kernel, args, options)
     whole_grid = (*grid, 1, 1)[:3]
     while True:
-        compiled = kernel.warmup(*args, grid=grid, **options)
+        compiled = compiled_for(kernel, args, options)
         try:
             return use(compiled, whole_grid)
         except OutOfResources as error:
@@ -158,6 +159,18 @@ def load(compiled: Any, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
             raise
         _loaded[compiled] = found = [path for path, _ in paths]
         return found
+
+
+def compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the compiled kernel for these arguments.
+
+    Triton for AMD reads and writes tensors of up to 2 GiB by buffer operations. It cannot compile a kernel so that reads
+    either a tensor or an arena, whose pointers it would have to join. So buffer operations are off.
+    """
+    # A setting of the process.
+    with _loading, triton.knobs.amd.scope():
+        triton.knobs.amd.use_buffer_ops = False
+        return kernel.warmup(*args, grid=(1,), **options)
 
 
 def _leaves(paths: list[tuple[int, ...]], args: tuple[Any, ...]) -> list[Any]:
