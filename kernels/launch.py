@@ -138,8 +138,9 @@ def options(config: Config, a_by: str, b_by: str) -> dict[str, int]:
 
 def copy_rows_of(config: Config, x: torch.Tensor, pitch: int) -> int:
     """Return how many rows of x a producer has in registers at a time."""
-    aligned = pitch % 16 == 0 and in_16_bytes(x)
-    return config.copy_rows if aligned else min(config.copy_rows, config.loose_copy_rows)
+    # Any number of rows will do: they are masked whole.
+    loose = any(n % 16 for n in (pitch, x.shape[1], x.data_ptr(), *x.stride()) if n != 1)
+    return min(config.copy_rows, config.loose_copy_rows) if loose else config.copy_rows
 
 
 def strip_of(config: Config, tensors: int = 1) -> int:

@@ -164,10 +164,10 @@ def load(compiled: Any, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
 def compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return the compiled kernel for these arguments.
 
-    Triton for AMD reads and writes tensors of up to 2 GiB by buffer operations. It cannot compile a kernel so that reads
-    either a tensor or an arena, whose pointers it would have to join. So buffer operations are off.
+    Triton for AMD reads and writes tensors of up to 2 GiB by buffer operations. With them it cannot compile kernels that
+    read either a tensor or an arena, as it would have to join the two pointers. So buffer operations are off.
     """
-    # A setting of the process.
+    # The knob is one for all threads.
     with _loading, triton.knobs.amd.scope():
         triton.knobs.amd.use_buffer_ops = False
         return kernel.warmup(*args, grid=(1,), **options)

@@ -97,7 +97,7 @@ def chosen() -> list[Case]:
 
 @pytest.mark.parametrize("case", chosen(), ids=str)
 def test_a_choice_has_room(case: Case) -> None:
-    """What is tried is compiled, asks for no more shared memory than there is, and multiplies in a pipelined loop."""
+    """A choice compiles, fits the shared memory, and multiplies in a pipelined loop."""
     built = build(case)
     assert built.shared_bytes <= choices.shared_memory_of(choices.Choice(*case.choice), 2)
     assert built.block == "x".join(map(str, case.choice[:3]))
@@ -107,7 +107,7 @@ def test_a_choice_has_room(case: Case) -> None:
 @pytest.mark.parametrize("target", [name for name, target in TARGETS.items() if target.described])
 @pytest.mark.parametrize("variant", ["matmul", "gather rows", "gather rows transposed"])
 def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
-    """What gathering adds to the inner loop is there because the tiles' loop is made one with it, not in the source."""
+    """Gathering adds to the inner loop only if tiles and contraction are one loop."""
     case = Case(variant, target, a_by="rows", b_by="columns", flatten=False)
     built, beside = build(case), build(plain(case))
     assert not built.flattened
@@ -173,5 +173,5 @@ def test_more_shared_memory_than_there_is_is_found() -> None:
 
 
 def test_what_was_found_is_what_is_written() -> None:
-    """Of the Triton at hand, if it is one of those that rows were written with."""
+    """Compare the rows of this Triton, if there are rows of it."""
     table.compare_or_write([build(case) for case in (*CASES, *LOOSE)])

@@ -1,4 +1,4 @@
-"""What launchers give to the compiler is what `nox -s kernels` compiles: how operands are read, constants, options."""
+"""Launchers give to the compiler what `nox -s kernels` compiles: ways of reading, constants, options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLAIN = epilogue_of(None, per_row=False)
 
 @pytest.fixture
 def channel() -> Any:
-    """Of rank 0 of three, with halves large enough for every matrix here."""
+    """Return rank 0's channel of three, with halves large enough for every matrix here."""
     ranks = [Workspace(memory, CPU) for memory in local_memories(len(CHUNKS), CPU)]
     ranks[0].require(1 << 20, 4096)
     yield ranks[0].channel()
@@ -39,7 +39,7 @@ def channel() -> Any:
 
 
 def launched(module: ModuleType, kernel: str, launcher: Any, *args: Any, **given: Any) -> dict[str, Any]:
-    """What a launcher starts its kernel with, by name."""
+    """Return the arguments of a launcher's kernel, by name."""
     names = getattr(module, kernel).arg_names
     with mock.patch.object(module, kernel, mock.MagicMock()) as started:
         launcher(*args, **given)

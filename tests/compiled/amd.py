@@ -66,7 +66,7 @@ def _to_vcc(mask: tuple[str, ...], inverted: bool, state: State) -> None:
 
 
 def ways(line: str, state: State) -> tuple[bool, bool]:
-    """Whether a branch may go on to the next instruction, and whether it may jump.
+    """Return whether a branch may go on to the next instruction, and whether it may jump.
 
     The compiler leaves branches that always go one way: on a mask that is a constant on every way there, and on `exec`
     where no lane has been masked.
@@ -103,7 +103,7 @@ def _of_lane(name: str, result: str, source: str, lane: str) -> Instruction:
 
 
 def decode(line: str) -> Instruction:
-    """One line of `assembly.amdgcn`."""
+    """Parse a line of `assembly.amdgcn`."""
     name, _, rest = line.partition(" ")
     operands = [operand.strip() for operand in rest.split(",")]
     if name.startswith("s_cbranch"):

@@ -24,16 +24,16 @@ class Code:
         return [i for i, line in enumerate(self.lines) if re.search(pattern, line)]
 
     def count(self, pattern: str) -> int:
-        """How many instructions match."""
+        """Return the number of instructions that match."""
         return len(self.matching(pattern))
 
     def reaches(self, first: str | None, then: str, without: str) -> bool:
-        """Whether some way leads from an instruction `first` (None: the entry) to one `then` and meets no `without`."""
+        """Return whether a path leads from `first` (None: the entry) to `then` and passes no `without`; patterns."""
         start = [0] if first is None else [j for i in self.matching(first) for j in self.after[i]]
         return self.leads(start, then, without)
 
     def leads(self, start: list[int], then: str, without: str) -> bool:
-        """The same of a way that begins with one of the instructions `start`."""
+        """Return the same for a path that begins at one of the instructions `start`."""
         seen, queue = set(start), deque(start)
         while queue:
             i = queue.popleft()
@@ -103,7 +103,7 @@ def _graph(items: list[tuple[str, str]], branch: str, ends: str, always: str, ne
 
 
 def sass(text: str) -> Code:
-    """Of `nvdisasm -c`."""
+    """Parse the output of `nvdisasm -c`."""
     items = []
     for line in text.splitlines():
         if label := re.match(r"(\.L_[\w.$]+):", line):
@@ -115,7 +115,7 @@ def sass(text: str) -> Code:
 
 
 def ptx(text: str) -> Code:
-    """Of PTX. Labels inside inline assembly, which waits for a copy of the CTA's own, are left out."""
+    """Parse PTX. Labels inside inline assembly, which waits for a copy of the CTA's own, are left out."""
     items = []
     for line in text.splitlines():
         line = line.split("//")[0].strip()
@@ -134,7 +134,7 @@ def ptx(text: str) -> Code:
 
 
 def amdgcn(text: str, *, masked: bool = False) -> Code:
-    """Of AMD's assembly. masked: with the ways that are taken where no lane of a wave has anything to do."""
+    """Parse AMD's assembly. masked: with the branches that a wave without active lanes takes."""
     items = []
     for line in text.split(".section\t.rodata")[0].splitlines():
         line = line.split(";")[0].rstrip()

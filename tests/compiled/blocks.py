@@ -69,7 +69,7 @@ def _above(before: list[list[int]]) -> list[set[int]]:
 
 
 def with_tails_made_one(code: Code) -> Code:
-    """The same program where runs of instructions that end in the same branch are there once.
+    """Return the program with equal runs of instructions that end in the same branch merged.
 
     The compiler writes the end of a block twice to save a jump. A branch that all threads take alike is two then, which
     those that have parted before come to on ways of their own.

@@ -83,7 +83,7 @@ def config_of(case: Case) -> Any:
 
 
 def launch_options(case: Case, config: Any) -> dict[str, int]:
-    """What the launcher of a case gives to the compiler."""
+    """Return the compiler options of the case's launcher."""
     from fusedtp.kernels.launch import FP_FUSION, moving_options, options
 
     if VARIANTS[case.variant].module == "steps":
@@ -96,7 +96,7 @@ def launch_options(case: Case, config: Any) -> dict[str, int]:
 
 
 def is_flattened(case: Case) -> bool:
-    """Whether the kernel of a case has one loop of tiles and contraction."""
+    """Return whether the kernel of a case has one loop of tiles and contraction."""
     from fusedtp.kernels.launch import flattened
 
     if VARIANTS[case.variant].module in _SCATTERS or case.all_flags.get("CONTRACTION"):
@@ -243,7 +243,7 @@ def _of_amd(compiled: Any) -> tuple[assembly.Code, tuple[int, int, int, int]]:
 
 
 def examine(case: Case, compiled: Any) -> Built:
-    """What came out."""
+    """Return what a compiled kernel consists of."""
     code, (registers, spills, stack, lanes) = (_of_nvidia if "ptx" in compiled.asm else _of_amd)(compiled)
     if "ptx" in compiled.asm:
         ordered = decided = assembly.ptx(compiled.asm["ptx"])

@@ -1,4 +1,4 @@
-"""What is compiled: targets, the kernels with their flags, and each of them where, of what and how it reads."""
+"""Cases that are compiled: kernels with their flags, by target, dtype, shape and way of reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is compiled for, and what is looked for in its code."""
+    """A target of the compiler, and the instructions that the checks look for."""
 
     backend: tuple[str, Any, int]
     multiplies: str
@@ -203,18 +203,18 @@ class Case:
 
     @property
     def dtype_name(self) -> str:
-        """That of operands, and whether they have scales of blocks."""
+        """Return the dtype of operands, and whether blocks have scales."""
         name = DTYPES[self.dtype] + " in blocks" * self.blocks
         return name if self.b_dtype is None else f"{name} by {DTYPES[self.b_dtype]}"
 
     @property
     def is_tree(self) -> bool:
-        """Whether its contraction is in leaves."""
+        """Return whether the contraction is in leaves."""
         return "LEAVES" in VARIANTS[self.variant].flags
 
     @property
     def is_float8(self) -> bool:
-        """Whether operands have scales, and results another dtype."""
+        """Return whether operands have scales, and results another dtype."""
         return self.dtype.itemsize == 1
 
     @property

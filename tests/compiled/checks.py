@@ -1,4 +1,4 @@
-"""What must hold of a compiled kernel. Each check raises AssertionError; `mutants` shows each of them do so."""
+"""Checks of a compiled kernel. Each raises AssertionError; `mutants` shows that each check can fail."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is_ptx(built: Built) -> bool:
 
 @functools.cache
 def as_pinned() -> bool:
-    """Whether this is the Triton that constraints.txt pins."""
+    """Return whether this is the Triton that constraints.txt pins."""
     return _versions()[0] == _versions()[1]
 
 
@@ -328,6 +328,6 @@ def products_as_asked(built: Built) -> tuple[str, float]:
 
 
 def compares(built: Built) -> bool:
-    """Whether a kernel is compared with the plain one: where the inner loop is made of tensor core instructions."""
+    """Return whether a kernel is compared with the plain one: its inner loop uses tensor cores."""
     case = built.case
     return case.variant.startswith(("gather rows", "scatter")) and case.dtype != torch.float32

@@ -1,4 +1,4 @@
-"""What must hold of a compiled kernel that multiplies float8, beside what holds of all."""
+"""Further checks of compiled kernels that multiply float8."""
 
 from __future__ import annotations
 

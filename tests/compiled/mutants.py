@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is broken, the check that finds it, in which kernels, and the edits (module, old, new) that break it."""
+    """A planted bug, the check that finds it, the kernels that have it, and its edits (module, old, new)."""
 
     bug: str
     check: Callable[..., None]
@@ -292,7 +292,7 @@ MUTANTS = (
 
 
 def found(mutant: Mutant, built: Built, plain: Built) -> str:
-    """What the mutant's check says of a kernel, or nothing."""
+    """Return the message of the mutant's check of a kernel, or ""."""
     try:
         if mutant.check is checks.against_plain:
             mutant.check(built, plain)

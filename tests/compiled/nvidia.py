@@ -13,7 +13,7 @@ _LINE = re.compile(r"(?:@!?(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 
 
 def decode(line: str) -> Instruction:
-    """One line of `assembly.ptx`: a fence and the move behind it are one."""
+    """Parse a line of `assembly.ptx`; a fence and the move behind the fence are one instruction."""
     found = _LINE.match(line.rpartition(";")[2].strip() if "fence.proxy" in line else line)
     if found is None:
         return Instruction()
@@ -42,5 +42,5 @@ def decode(line: str) -> Instruction:
 
 
 def ways(line: str, state: State) -> tuple[bool, bool]:
-    """Whether a branch may go on to the next instruction, and whether it may jump."""
+    """Return whether a branch may go on to the next instruction, and whether it may jump."""
     return True, True

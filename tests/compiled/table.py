@@ -1,4 +1,4 @@
-"""What was found in compiled kernels: a row a case in results/kernels/offline.csv, and a table of docs/kernels.md."""
+"""Rows of compiled kernels, one a case, in results/kernels/offline.csv, and the table of docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANY = "any"
 
 
 def row(built: Built) -> dict[str, str]:
-    """One kernel. Instructions are counted in the machine's code; an inner loop only where tensor cores are in it."""
+    """Return the row of a kernel. Instructions are the machine's; an inner loop counts only if it uses tensor cores."""
     import triton
 
     case, beside = built.case, build(plain(built.case)) if checks.compares(built) else None
@@ -86,7 +86,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def _stacks(rows: Sequence[dict[str, str]]) -> str:
-    """How many kernels of each kind have a stack, and the largest."""
+    """Return how many kernels of each kind have a stack, and the largest stack."""
     lines = ["| Triton | target | lengths | kernels | with a stack | bytes at most |", "|---|---|---|---:|---:|---:|"]
     kinds = dict.fromkeys((each["triton"], each["target"], each["lengths"]) for each in rows)
     for kind in sorted(kinds, key=lambda kind: (_number(kind[0]), kind[2]), reverse=True):

@@ -1,4 +1,4 @@
-"""Whether all threads of a program decide alike wherever a barrier is at stake: a data flow through PTX and AMD's code.
+"""Data flow through PTX and AMD's code: do all threads of a program decide alike where a barrier depends on it?
 
 A value may differ between warps if it is made of a thread's number, or of a word that others write and that every
 thread has loaded by itself: at a change of the word some have loaded the old value and some the new one. It may not if
@@ -54,7 +54,7 @@ def _between(blocks: list[Block], start: int, meet: set[int]) -> set[int]:
 
 
 def _value(instruction: Instruction, state: State, apart: bool) -> int:
-    """What is known of an instruction's results: DIFFERS, LOADED, both or neither."""
+    """Return the facts of an instruction's results: DIFFERS, LOADED, both or neither."""
     flags = reduce(or_, (state.get(name, 0) for name in instruction.sources), 0)
     base = reduce(or_, (state.get(name, 0) for name in instruction.base), 0)
     differs = (flags | base) & DIFFERS or apart or instruction.differs
@@ -82,7 +82,7 @@ def _step(instruction: Instruction, state: State, apart: bool) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How instructions are read, which ways a branch may go, what is known at the entry, what a barrier looks like."""
+    """A target's parser of instructions, its ways of a branch, the state at the entry, and the pattern of a barrier."""
 
     decode: Callable[[str], Instruction]
     ways: Callable[[str, State], tuple[bool, bool]]
