@@ -164,8 +164,8 @@ def load(compiled: Any, grid: tuple[int, ...]) -> list[tuple[int, ...]]:
 def compiled_for(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Return the compiled kernel for these arguments.
 
-    Triton for AMD reads and writes tensors of up to 2 GiB by buffer operations. With them it cannot compile kernels that
-    read either a tensor or an arena, as it would have to join the two pointers. So buffer operations are off.
+    Triton for AMD accesses tensors of up to 2 GiB by buffer operations. With them it cannot compile kernels that read
+    either a tensor or an arena, as it would have to join the two pointers. So buffer operations are off.
     """
     # The knob is one for all threads.
     with _loading, triton.knobs.amd.scope():
