@@ -274,12 +274,13 @@ def verdict(frame: pd.DataFrame) -> list[str]:
     """Return a few lines: which schedules gain in which cases, and which schedule `auto` takes and why."""
     shown, lines = compared(frame), list[str]()
     for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
-        ordered, faster = sorted(records(members), key=lambda row: row["speedup"]), (members["low"] > 1).sum()
+        rows, faster = records(members), (members["low"] > 1).sum()
         where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
         gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
         lines.append(f"{gain}, no difference in the others (95 % intervals).")
-        least = f"; least {_ratio(ordered[0])}" if len(ordered) > 1 else ""
-        lines.append(f"Most {_ratio(ordered[-1])}{least}.")
+        # By the sure end of the intervals: a noisy case may have any median.
+        most, least = max(rows, key=lambda row: row["low"]), min(rows, key=lambda row: row["high"])
+        lines.append(f"Most {_ratio(most)}{f'; least {_ratio(least)}' if len(rows) > 1 else ''}.")
     # Strip the op and dtype of the case from the end of the reason.
     taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
     for way, count in Counter(taken).most_common(2):

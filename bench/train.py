@@ -213,23 +213,21 @@ def farthest(curves: dict[str, list[float]]) -> float:
 
 
 def picture(curves: dict[str, list[float]], path: Path) -> None:
-    """Draw the losses of every run by step, and how far each is from the first run's."""
-    reference = next(iter(curves))
+    """Draw the losses of every run by step, and write how far the farthest is from the first run's."""
+    reference, *others = curves
     with theme.style():
-        drawn, ((left, right),) = theme.panels([1], 2, line=2.8, row=0.3)
+        drawn, ((left, right),) = theme.panels([1], 2, line=2.8, row=0.3, width_ratios=(2, 1))
         # The curves are the same: wide lines below narrow ones show all.
         for width, (name, losses) in zip((7.0, 4.5, 2.5, 1.0), curves.items(), strict=False):
             colour = theme.colour("line" if name == reference else name.rpartition(" ")[2])
             short = f", to step {len(losses)}: interpreted, slow" if len(losses) < len(curves[reference]) else ""
-            steps = range(1, len(losses) + 1)
-            left.plot(steps, losses, label=f"{name}{short}", color=colour, linewidth=width)
-            if name != reference:
-                less = [loss - its for loss, its in zip(losses, curves[reference], strict=False)]
-                right.plot(steps, less, color=colour, linewidth=width)
+            left.plot(range(1, len(losses) + 1), losses, label=f"{name}{short}", color=colour, linewidth=width)
         left.set(xlabel="step", ylabel="loss", title="Training loss")
-        far = f"{farthest(curves):.0e}".replace("e-0", "e-")
-        right.set(xlabel="step", title=f"Loss less that of {reference}, float32: at most {far}")
-        right.yaxis.set_major_formatter("{x:.0e}")
+        right.set_axis_off()
+        middle = {"transform": right.transAxes, "ha": "center"}
+        right.text(0.5, 0.5, f"{farthest(curves):.0e}".replace("e-0", "e-"), fontsize=26, va="bottom", **middle)
+        words = f"largest difference of a loss\nfrom that of {reference}:\n{len(others)} runs, all their steps, float32"
+        right.text(0.5, 0.45, words, color=theme.colour("muted"), va="top", **middle)
         theme.legend(drawn)
         theme.save(drawn, path)
 

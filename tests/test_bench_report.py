@@ -387,6 +387,18 @@ def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> No
     assert figures.speedup_map(frame_of([row for row in found if row.world_size == 2])) is None
 
 
+def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
+    """The most and the least go by the intervals, not by the median of a noisy case."""
+    found = []
+    for size, median, spread in ((512, 0.5, 0.02), (1024, 0.8, 0.02), (2048, 0.4, 0.9)):
+        found += [make_row(M=size, median_ms=1.0)]
+        ends = {"p20_ms": median * (1 - spread), "p80_ms": median * (1 + spread)}
+        found += [make_row(M=size, variant="decomposed", median_ms=median, **ends)]
+    gain, ends = tables.verdict(frame_of(found))
+    assert gain.startswith("Gain: decomposed is faster than unfused in 3 of 3 cases, slower in 0")
+    assert re.match(r"Most 2\.00x \(.* at .*512 x 1024.*; least 1\.25x \(.* at .*1024 x 1024", ends)
+
+
 def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
     """Widths of one and two sizes, with long names of machine and commit."""
     at = {"cpu": "Some Vendor(R) Processor(R) Platinum 0000C CPU @ 2.00GHz", "cores": 128, "torch": "2.13.0+cpu"}
