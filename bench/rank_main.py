@@ -176,7 +176,8 @@ def main(server: int, pipe_fd: int, stacks_fd: int) -> None:
 def serve(requests: socket.socket) -> None:
     """Fork a rank for each request, and write its exit status to the requester."""
     # Import once for all ranks. If an import is broken, each rank reports it.
-    for name in ("torch", "triton", "numpy", "fusedtp", "torch.distributed.tensor.parallel"):
+    more = os.environ.get("FUSEDTP_PRELOAD", "").split()
+    for name in ("torch", "triton", "numpy", "fusedtp", "torch.distributed.tensor.parallel", *more):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     # Imported objects stay: a rank's garbage collector must not visit them, which would copy their pages.

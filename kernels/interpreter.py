@@ -31,7 +31,7 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
 # Polls of one unchanged word before the first sleep, and the longest sleep.
-_SPINS, _SLEEP_SECONDS = 8, 1e-3
+_SPINS, _SLEEP_SECONDS = 8, 4e-3
 
 
 def _give_way_after_atomics() -> None:

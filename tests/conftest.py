@@ -6,6 +6,7 @@ pytest-benchmark saves the machine with its timings, and timings of another mach
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,8 @@ from fusedtp.bench.ranks import Pending, RankError, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Measurement
 
+# What most pools import in every rank, imported once by the process that forks them.
+os.environ["FUSEDTP_PRELOAD"] = "torch._dynamo transformers.models.llama.modeling_llama"
 # This machine's tuning table must not choose the schedules of the tests.
 os.environ["FUSEDTP_TUNING"] = "off"
 # typer wraps error messages, and paths in them, to the width of the terminal.
@@ -46,6 +49,8 @@ def poison(group: ProcessGroup | None = None) -> None:
     """
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
+    # What is imported by now stays: the garbage collector need not visit it again and again.
+    gc.freeze()
     if group is not None:
         # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)

@@ -142,12 +142,11 @@ def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
     forget()
     try:
         shape = replace(small(90, BF16), M=272, N=528, K=400)
-        for seed in (1, 2):
-            run(hopper, ["gather rows"], 2, BF16, shape, Schedule(seed))
-            assert loading._stages
-            assert all(stages < dict(key[2])["num_stages"] for key, stages in loading._stages.items())
+        run(hopper, ["gather rows"], 2, BF16, shape, Schedule(1))
+        assert loading._stages
+        assert all(stages < dict(key[2])["num_stages"] for key, stages in loading._stages.items())
         before = len(asked)
-        run(hopper, ["gather rows"], 2, BF16, shape, Schedule(3))
+        run(hopper, ["gather rows"], 2, BF16, shape, Schedule(2))
         assert len(asked) == before
         monkeypatch.setattr(loading, "_stages", {})
         monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 1 << 10)

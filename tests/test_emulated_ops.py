@@ -27,6 +27,8 @@ from .virtual_gpu.machine import Schedule
 pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
+# Every third of each sample, for the ordinary tests.
+EVERY = 3 if os.environ.get("FUSEDTP_EMULATION") == "few" else 1
 whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 # A sample of `test_all`: every kernel on some target, every dtype on some kernel. float8 on sm_90 only, as sm_80 has no
 # matrix instruction for it.
@@ -40,10 +42,10 @@ SPREAD = (
     (90, "float8_e4m3fn", "matmul one_shot"), (90, "mxfp8", "gather contraction"),
 )  # fmt: skip
 TREES_ALL = list(itertools.product(trees.OPS, DTYPES, evidence.TARGETS))
-TREES = TREES_ALL[::19]
+TREES = TREES_ALL[:: 19 * EVERY]
 
 
-@pytest.mark.parametrize(("target", "dtype", "op"), SPREAD, ids=str)
+@pytest.mark.parametrize(("target", "dtype", "op"), SPREAD[::EVERY], ids=str)
 def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None:
     """Shards of multiples of 16 on two ranks; for float8 also odd and empty shards, on three ranks."""
     of = (DTYPES | FLOAT8)[dtype]
@@ -56,7 +58,7 @@ def test_right_under_hostile_schedules(target: int, dtype: str, op: str) -> None
         giveups.missing(found, op, 2, of, small(target, of), Schedule(1))
 
 
-@pytest.mark.parametrize(("name", "dtype"), spread(layers.FUNCTIONS, list(FLOAT8), large=ALL))
+@pytest.mark.parametrize(("name", "dtype"), spread(layers.FUNCTIONS, list(FLOAT8), large=ALL)[::EVERY])
 def test_functions_of_float8(name: str, dtype: str) -> None:
     with device(90) as found:
         for seed in range(6 if ALL else 2):
@@ -91,7 +93,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(("target", "dtype", "op", "kind"), MUTANTS)
+@pytest.mark.parametrize(("target", "dtype", "op", "kind"), MUTANTS[::EVERY])
 def test_mutants_are_found(target: int, dtype: str, op: str, kind: str) -> None:
     of = (DTYPES | FLOAT8)[dtype]
     with device(target) as found:
@@ -104,7 +106,7 @@ def test_mutants_are_found(target: int, dtype: str, op: str, kind: str) -> None:
         assert mutants.find(found, op, of, planted[0], 8)
 
 
-@pytest.mark.parametrize(("name", "target"), spread(layers.FUNCTIONS, evidence.TARGETS, large=ALL))
+@pytest.mark.parametrize(("name", "target"), spread(layers.FUNCTIONS, evidence.TARGETS, large=ALL)[::EVERY])
 def test_forward_and_every_gradient(name: str, target: int) -> None:
     """The functions of layers, between torch's own operations: threads of virtual ranks meet at every fused op."""
     with device(target) as found:

@@ -89,8 +89,8 @@ def test_whole_graphs(pool: RankPool, schedule: str, shift: int) -> None:
     pool.run(whole_graphs, schedule, shift, world_size=2, timeout=400)
 
 
-def by_inductor(group: ProcessGroup) -> None:
-    """Check casts that inductor compiles, beside our kernel, and a scale that ranks agree on inside the graph."""
+def compiled_block(group: ProcessGroup, backend: str) -> None:
+    """Check compiled casts beside our kernel, and a scale that ranks agree on inside the graph."""
 
     def block(x: Tensor, w: Tensor, v: Tensor, recipe: Any) -> tuple[Tensor, Scaled]:
         y = fusedtp.all_gather_linear(scaled(x, recipe), scaled(w, recipe), group=group, schedule="fused")
@@ -102,7 +102,7 @@ def by_inductor(group: ProcessGroup) -> None:
     with few_kernels():
         for recipe in RECIPES[1:]:
             torch.compiler.reset()
-            found, half = torch.compile(block, fullgraph=True)(x, w, v, recipe)
+            found, half = torch.compile(block, fullgraph=True, backend=backend)(x, w, v, recipe)
             expected, its = block(x, w, v, recipe)
             assert torch.equal(half.data.view(torch.uint8), its.data.view(torch.uint8)), recipe
             assert torch.equal(half.scale.float(), its.scale.float()), recipe
@@ -110,8 +110,9 @@ def by_inductor(group: ProcessGroup) -> None:
     torch.compiler.reset()
 
 
-def test_a_block_by_inductor(pool: RankPool) -> None:
-    pool.run(by_inductor, world_size=2, timeout=400)
+@pytest.mark.parametrize("backend", ["aot_eager", *(["inductor"] if LARGE else [])])
+def test_a_compiled_block(pool: RankPool, backend: str) -> None:
+    pool.run(compiled_block, backend, world_size=2, timeout=400)
 
 
 def last_blocks(group: ProcessGroup) -> None:
