@@ -48,13 +48,11 @@ def predict(
         typer.Option(help="bfloat16, float16, float32, float64; fp8, mxfp8 or a float8 of torch's, with scales."),
     ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
-    gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
+    gather_dim: Annotated[int, typer.Option(help="1: x is split along the contraction, not along rows.")] = 0,
     algorithm: Annotated[str, typer.Option(help="For an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
     matmul_us: Annotated[float | None, typer.Option(help="Measured us of the library's matmul, one size.")] = None,
-    kernel_matmul_us: Annotated[
-        float | None, typer.Option(help="Measured us of our kernel, signals raised beforehand.")
-    ] = None,
-    data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
+    kernel_matmul_us: Annotated[float | None, typer.Option(help="Measured us of our kernel, without waits.")] = None,
+    data_parallel: Annotated[int, typer.Option(help="Replicas that exchange w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="With --data-parallel: hide it behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="With fp8: every schedule casts x to float8 first.")] = True,
     order: Annotated[
@@ -192,7 +190,7 @@ def explain(
     spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
     mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
-    dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of x and w, to count bytes; fp8 too.")] = "bfloat16",
     hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
 ) -> None:

@@ -48,7 +48,7 @@ def tune(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
-    show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
+    show: Annotated[bool, typer.Option(help="Print the stored table, measure nothing.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Find the fastest tile of each size for fused.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: the matmuls of a block of these models.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of --model; default 16,256,2048,8192.")] = None,
