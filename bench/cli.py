@@ -39,7 +39,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version, and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     pass
@@ -53,7 +53,7 @@ class WithProviders(TyperCommand):
         from .providers import listing
 
         super().format_help(ctx, formatter)
-        with formatter.section("Providers, of --baseline; by default all but tree and switch"):
+        with formatter.section("Baselines; by default all but tree and switch"):
             formatter.write_dl(list(listing(describe().num_gpus)))
 
 
@@ -61,7 +61,8 @@ class WithProviders(TyperCommand):
 def sweep(
     world_size: Annotated[str | None, typer.Option(help="Numbers of ranks; default 2,4, and 8 with 8 GPUs.")] = None,
     op: Annotated[
-        str | None, typer.Option(help="Ops, comma-separated, by `fusedtp predict --list`; default all three.")
+        str | None,
+        typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; comma-separated. Default all."),
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="unfused, decomposed, fused, auto; comma-separated. unfused is always timed.")
@@ -69,7 +70,9 @@ def sweep(
     baseline: Annotated[
         str | None,
         typer.Option(
-            "--baseline", "--baselines", help="Providers to compare with, comma-separated, or none; the list is below."
+            "--baseline",
+            "--baselines",
+            help="Other libraries to compare with, comma-separated, or none; the list is below.",
         ),
     ] = None,
     direction: Annotated[
@@ -92,9 +95,7 @@ def sweep(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
     patience: Annotated[
         float,
-        typer.Option(
-            min=1, callback=arguments.finite, help="Seconds that a case may hang, beside what its arithmetic takes."
-        ),
+        typer.Option(min=1, callback=arguments.finite, help="Timeout of a case in seconds, beyond its arithmetic."),
     ] = 180.0,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
@@ -108,7 +109,7 @@ def sweep(
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
     """
     from . import cases, providers, store
-    from .jobs import Request, estimate, plan
+    from .jobs import START_SECONDS, Request, estimate, plan
     from .machine import describe
     from .sweep import launched, run_launched, run_spawned
 
@@ -161,9 +162,9 @@ def sweep(
         console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
     kept = f"the rows of what had ended are in {path}, `fusedtp report {path}` shows them"
-    with arguments.progress(
-        console, [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs], kept
-    ) as step:
+    steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
+    steps[0] = steps[0][0], steps[0][1] + START_SECONDS
+    with arguments.progress(console, steps, kept) as step:
 
         def done(job: Job, new: list[Measurement]) -> None:
             if speaks:
@@ -191,7 +192,9 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
 def train(
     steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
     fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
-    order: Annotated[str, typer.Option(help="Order of sums: rank, or tree, which does not depend on ranks.")] = "rank",
+    order: Annotated[
+        str, typer.Option(help="Order of sums: rank, or tree: the same bits on any number of ranks.")
+    ] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:
     """Train a small decoder by every schedule: losses must agree.
@@ -230,7 +233,7 @@ def train(
         console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {told}")
 
 
-def _layer(name: str, about: str) -> None:
+def _layer(name: str, about: str, sizes: str) -> None:
     # Return the command of one suite of `layers`.
     def command(
         world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.")] = None,
@@ -270,12 +273,12 @@ def _layer(name: str, about: str) -> None:
         console.print(f"rows: {path}", soft_wrap=True)
 
     more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."
-    app.command(name, help=f"{about}\n\n{more}")(command)
+    app.command(name, help=f"{about}\n\n{more} Sizes are {sizes}.")(command)
 
 
-_layer("mlp", "Time a tensor-parallel MLP, sizes M,D,F.")
-_layer("grouped", "Time q, k and v at one gather, sizes M,H,Nq,Nk,Nv.")
-_layer("decode", "Time a decoder's all-reduce of few tokens, sizes M,N,K.")
+_layer("mlp", "Time a tensor-parallel MLP.", "M,D,F: tokens, features, hidden features")
+_layer("grouped", "Time q, k and v at one gather.", "M,H,Nq,Nk,Nv: tokens, features, those of q, k, v")
+_layer("decode", "Time a decoder's all-reduce of few tokens.", "M,N,K: tokens, features out, in")
 
 
 @app.command()

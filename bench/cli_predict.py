@@ -48,13 +48,11 @@ def predict(
         typer.Option(help="bfloat16, float16, float32, float64; fp8, mxfp8 or a float8 of torch's, with scales."),
     ] = "bfloat16",
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
-    gather_dim: Annotated[int, typer.Option(help="1: what is gathered is split along the contraction.")] = 0,
+    gather_dim: Annotated[int, typer.Option(help="1: x is split along the contraction, not along rows.")] = 0,
     algorithm: Annotated[str, typer.Option(help="For an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
     matmul_us: Annotated[float | None, typer.Option(help="Measured us of the library's matmul, one size.")] = None,
-    kernel_matmul_us: Annotated[
-        float | None, typer.Option(help="Measured us of our kernel, signals raised beforehand.")
-    ] = None,
-    data_parallel: Annotated[int, typer.Option(help="Domains that share w's gradient over the network.")] = 1,
+    kernel_matmul_us: Annotated[float | None, typer.Option(help="Measured us of our kernel, without waits.")] = None,
+    data_parallel: Annotated[int, typer.Option(help="Replicas that exchange w's gradient over the network.")] = 1,
     overlap_network: Annotated[bool, typer.Option(help="With --data-parallel: hide it behind the matmuls.")] = True,
     casts: Annotated[bool, typer.Option(help="With fp8: every schedule casts x to float8 first.")] = True,
     order: Annotated[
@@ -143,7 +141,9 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
 def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> str:
     """Return what the predictions mean, in a sentence."""
     best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
-    means = "speed-up is unfused / fastest; bound, the longer of matmul and communication, each alone"
+    means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
+    if any(each.best_us < each.bound_us for each in predictions):
+        means += ": fused and decomposed send by themselves and can take less"
     if best.winner == "unfused":
         return f"No gain: unfused is the fastest everywhere ({means})."
     num_gain = sum(each.winner != "unfused" for each in predictions)
@@ -152,7 +152,7 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
 
 
 def show_hardware(console: Console) -> None:
-    """Print every machine's numbers, each with its source, and the ops."""
+    """Print every machine's numbers, those of all machines once, then the sources, each once, and the ops."""
     from fusedtp.cost.hardware import HARDWARE, NUMBERS
     from fusedtp.cost.model import OPS
 
@@ -160,15 +160,29 @@ def show_hardware(console: Console) -> None:
     wrapped = partial(
         textwrap.fill, width=console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
+    first, *others = HARDWARE.values()
+    shared = [name for name in NUMBERS if all(getattr(first, name) == getattr(each, name) for each in others)]
+
+    def show(title: str, machine: Hardware, names: Sequence[str]) -> None:
+        values = {name: value for name in names if (value := getattr(machine, name)) is not None}
+        if rates := values.get("matrix_tflops"):
+            values["matrix_tflops"] = " ".join(f"{dtype} {rate:g}" for dtype, rate in rates.items())
+        console.print(title, style="bold")
+        typer.echo(wrapped("    " + ", ".join(f"{name} {value}" for name, value in values.items())))
+
+    sources: dict[tuple[str, str], list[str]] = {}
     for machine in HARDWARE.values():
-        console.print(f"{machine.name}: {machine.title}", style="bold")
-        for name in NUMBERS:
-            value = getattr(machine, name)
-            if name == "matrix_tflops":
-                value = ", ".join(f"{dtype} {rate:g}" for dtype, rate in value.items())
-            if value is not None:
-                typer.echo(wrapped(f"{name} {value}: {machine.sources[name]}"))
-        console.print()
+        show(f"{machine.name}: {machine.title}", machine, [name for name in NUMBERS if name not in shared])
+        for name, source in machine.sources.items():
+            sources.setdefault((source, name), []).append(machine.name)
+    show("all", first, shared)
+    console.print("Sources; on a machine not named the number is assumed to be the same", style="bold")
+    of: dict[tuple[str, str], list[str]] = {}
+    for (source, name), machines in sources.items():
+        if (as_on := source.removeprefix("assumed as on ")) == source or (as_on, name) not in sources:
+            of.setdefault((source, "all" if len(machines) == len(HARDWARE) else ", ".join(machines)), []).append(name)
+    for (source, whose), names in of.items():
+        typer.echo(wrapped(f"{whose}: {', '.join(names)}: {source}"))
     console.print(f"ops: {', '.join(OPS)}")
 
 
@@ -176,7 +190,7 @@ def explain(
     spec: Annotated[str | None, typer.Argument(help="A notation string, or a named layer such as FSDP.")] = None,
     sizes: Annotated[str | None, typer.Option(help="Global lengths, M=8192,K=4096,...")] = None,
     mesh: Annotated[str | None, typer.Option(help="Ranks on each axis, X=8.")] = None,
-    dtype: Annotated[str, typer.Option(help="What bytes are counted in; fp8 too.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Dtype of x and w, to count bytes; fp8 too.")] = "bfloat16",
     hardware: Annotated[str | None, typer.Option(help="Predict times for it: see fusedtp predict --list.")] = None,
     table: Annotated[bool, typer.Option(help="Print the table of named layers and their collectives.")] = False,
 ) -> None:
@@ -186,12 +200,13 @@ def explain(
     """
     from fusedtp import explain as describe
     from fusedtp.cost.hardware import OCP, find
-    from fusedtp.explain import table_markdown
+    from fusedtp.explain import table as communication_table
 
     if (spec is None) != table:
         raise typer.BadParameter("give a notation string, or --table")
     if spec is None:
-        typer.echo(table_markdown())
+        for row in communication_table():
+            typer.echo(f"{row.name}: {row.notation}\n  forward: {row.forward}\n  dx: {row.dx}\n  dw: {row.dw}")
         return
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")

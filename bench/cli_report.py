@@ -125,7 +125,8 @@ def timeline(
     case = Case(op, *arguments.shape(shape), dtype, world_size)
     path = arguments.folder(out, machine.name) / "timeline.json"
     try:
-        with arguments.progress(console, [(f"{case}, {rounds} rounds", 10.0)], f"{path} is as it was") as done:
+        step = f"{case}, {rounds} round{'s' * (rounds > 1)}", 10.0
+        with arguments.progress(console, [step], f"{path} is as it was") as done:
             found = recorded.timeline(case, schedules, rounds, machine)
             done()
     except RankError as error:

@@ -48,7 +48,7 @@ def tune(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The file, default where auto reads it.")] = None,
-    show: Annotated[bool, typer.Option(help="Print the table that is there, measure nothing.")] = False,
+    show: Annotated[bool, typer.Option(help="Print the stored table, measure nothing.")] = False,
     kernels: Annotated[bool, typer.Option("--kernels", help="Find the fastest tile of each size for fused.")] = False,
     model: Annotated[str | None, typer.Option(help="With --kernels: the matmuls of a block of these models.")] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of --model; default 16,256,2048,8192.")] = None,
@@ -120,17 +120,24 @@ def tune(
     each_seconds = 0.5 if seconds is None else seconds
     planned = list(measuring.steps(world_sizes, dtypes, num_gpus))
     named = [measuring.about(step, each_seconds, num_gpus) for step in planned]
-    with arguments.progress(console, named, f"{target} is as it was") as done:
-        samples, rates = measuring.tune(planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done)
-    table = tuning.Table(machine, tuple(samples), rates)
     before, _, ignored = tuning.load(target)
-    if before is not None:
-        table = before.updated(table)
-    elif ignored:
+    if ignored:
         console.print(f"replaced: {ignored}")
-    tuning.write(target, tuning.dump(table))
-    show_table(table, console)
-    console.print(f"{len(table.samples)} measurements in {target}, {len(samples)} of them new")
+    measured, num_new = before or tuning.Table(machine, (), {}), 0
+
+    def done(new: Sequence[Sample]) -> None:
+        nonlocal measured, num_new
+        measured, num_new = measured.updated(tuning.Table(machine, tuple(new), {})), num_new + len(new)
+        tuning.write(target, tuning.dump(measured))
+        step()
+
+    kept = f"{target} has the sizes measured so far; with --world-size or --dtype, tune measures only the rest"
+    with arguments.progress(console, named, kept) as step:
+        rates = measuring.tune(planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done)
+    measured = measured.updated(tuning.Table(machine, (), rates))
+    tuning.write(target, tuning.dump(measured))
+    show_table(measured, console)
+    console.print(f"{len(measured.samples)} measurements in {target}, {num_new} of them new")
 
 
 def noisy(samples: Sequence[Sample]) -> str:

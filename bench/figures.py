@@ -56,7 +56,8 @@ def overview(frame: pd.DataFrame) -> Any:
     commits = (shown["commit"] + shown["dirty"].map({True: "+", False: ""})).to_frame("commit")
     where = f"{each(shown, 'hardware')}. torch {each(shown, 'torch')}, commit {each(commits, 'commit')}"
     how = "Speed-up: the time of unfused over this one's, in the same rounds. M x N x K are global sizes."
-    said = "\n".join(line for text in (f"{where} (+: with changes).", how) for line in textwrap.wrap(text, 120))
+    marked = " (+: with uncommitted changes)" if shown["dirty"].any() else ""
+    said = "\n".join(line for text in (f"{where}{marked}.", how) for line in textwrap.wrap(text, 120))
     drawn.supxlabel(said, fontsize=7.5, color=theme.colour("muted"), x=0.01, ha="left")
     return drawn
 

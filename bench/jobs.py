@@ -38,6 +38,8 @@ JOB_SECONDS = 180.0
 SLOW_FLOPS = 1e10
 # FLOP/s of an idle core, or of a GPU in float64.
 FAST_FLOPS = 6e10
+# Normal numbers that a core draws in a second, and seconds in which ranks start.
+DRAWN, START_SECONDS = 1e8, 4.0
 # A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
 # the gate.
 LONG_FLOPS = 1e11
@@ -234,12 +236,12 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
 
 
 def estimate(job: Job) -> float:
-    """Return the estimated seconds of a job: the calls and float64 products of the gate, then the rounds."""
+    """Return the estimated seconds of a job: operands, the calls and float64 products of the gate, then the rounds."""
     from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
 
     # Ranks that outnumber the cores take turns.
     turns = 1.0 if job.num_gpus else max(1.0, job.case.world_size / len(os.sched_getaffinity(0)))
-    total = 0.0
+    total = turns * job.case.K * (job.case.M + job.case.N) / DRAWN
     for direction in job.directions:
         count, call = len(job.variants_of(direction)), turns * flops(job.case, direction) / FAST_FLOPS
         total += 1.0 + (count * (1 if job.is_long else 2) + 3) * call

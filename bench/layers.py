@@ -340,7 +340,7 @@ def _us(call: Callable[[], object], times: int = CALLS) -> float:
     return (time.perf_counter_ns() - begin) / times / 1e3
 
 
-def beside(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def time_overhead(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, float]]]:
     """Return by direction and round the microseconds of `all_gather_linear` beyond its work, and of F.linear.
 
     On one rank the overhead is the time beyond F.linear, in short batches in turn, as one batch may take many times as
@@ -385,16 +385,16 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
     machine, rows = describe(), []
     with RankPool(2) as pool:
         for world_size in (1, 2):
-            replies = pool.run(beside, rounds, world_size=world_size)
+            replies = pool.run(time_overhead, rounds, world_size=world_size)
             for direction in replies[0]:
                 slowest = [max(each) for each in zip(*(reply[direction] for reply in replies), strict=True)]
-                quarters = statistics.quantiles([beside for beside, _ in slowest], n=4)
+                quarters = statistics.quantiles([ours for ours, _ in slowest], n=4)
                 linear_us = statistics.median(its for _, its in slowest)
                 rows.append({
                     "commit": machine.commit, "dirty": machine.dirty, "machine": machine.name, "torch": machine.torch,
                     "world_size": world_size, "direction": direction, "rows": ROWS, "features": FEATURES,
-                    "beside_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1), "q3_us": round(quarters[2], 1),
-                    "linear_us": round(linear_us, 1),
+                    "overhead_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1),
+                    "q3_us": round(quarters[2], 1), "linear_us": round(linear_us, 1),
                 })  # fmt: skip
             done()
     frame = pd.DataFrame(rows)
@@ -404,7 +404,7 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
 
 def overhead_table(frame: pd.DataFrame) -> CellTable:
     """Return the table of a call's overhead."""
-    columns = {"world_size": "ranks", "direction": "direction", "beside_us": "beside\nus", "q1_us": "25 %\nus",
+    columns = {"world_size": "ranks", "direction": "direction", "overhead_us": "overhead\nus", "q1_us": "25 %\nus",
                "q3_us": "75 %\nus", "linear_us": "F.linear\nus"}  # fmt: skip
     title = f"A call less its matmul, copies and waits, {ROWS} x {FEATURES} a rank"
     return CellTable.of("overhead", title, frame[list(columns)].rename(columns=columns))

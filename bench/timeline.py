@@ -253,7 +253,7 @@ def remarks(found: Timeline) -> list[str]:
         if calls and base and calls.rounds > 1:
             of = ratio(calls, base)
             told = "faster" if of.high < 1 else "slower" if of.low > 1 else "neither can be called the faster"
-            interval = f"{of.ratio:.2f} of the time of {BASELINE} (95 % interval {of.low:.2f} to {of.high:.2f})"
+            interval = f"{of.ratio:.2f} times as long as {BASELINE} (95 % interval {of.low:.2f} to {of.high:.2f})"
             lines.append(f"All {calls.rounds} recorded calls of each: {schedule} takes {interval}: {told}.")
     return lines
 

@@ -144,14 +144,14 @@ def about(step: Step, seconds: float, num_gpus: int) -> tuple[str, float]:
 
 
 def tune(
-    planned: Sequence[Step], *, seconds: float, num_gpus: int, said: Callable[[str], None], done: Callable[[], object]
-) -> tuple[list[Sample], dict[int, dict[str, Any]]]:
-    """Return samples, and on CPUs rates, measured on ranks started here.
+    planned: Sequence[Step], *, seconds: float, num_gpus: int, said: Callable[[str], None],
+    done: Callable[[list[Sample]], object],
+) -> dict[int, dict[str, Any]]:  # fmt: skip
+    """Measure on ranks started here, and return the rates, on CPUs.
 
-    `said` is called for each refused variant, `done` after each step.
+    `said` is called for each refused variant, `done` after each step with its samples.
     """
     most = max(step.world_size if isinstance(step, Case) else step[0] for step in planned)
-    samples: list[Sample] = []
     rates: dict[int, dict[str, Any]] = {}
     # By number of ranks: the library's rate in each dtype, and (bytes, ms by schedule) of all-gathers.
     tflops: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -160,8 +160,7 @@ def tune(
         for step in planned:
             if isinstance(step, Case):
                 found = time_matmul(pool, job_of(step, seconds, num_gpus), said)
-                if "unfused" in found and len(found) > 2:
-                    samples.append(sample_of(step, found))
+                samples = [sample_of(step, found)] if "unfused" in found and len(found) > 2 else []
                 # The matmul alone is the library's, so it is never refused.
                 rate = 2 * step.M * step.N * step.K / step.world_size / found["matmul"].median_ms / 1e9
                 tflops[step.world_size][step.dtype] = max(rate, tflops[step.world_size][step.dtype])
@@ -169,15 +168,15 @@ def tune(
                 n, dtype, rows, cols = step
                 given = (rows, cols), dtype, schedules_here(num_gpus), seconds
                 times = pool.run(time_collectives, *given, world_size=n)[0]
-                samples += [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in times.items()]
+                samples = [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in times.items()]
                 medians = {name: each.median_ms for name, each in times[ALL_GATHER.name].items()}
                 gathers[n].append((rows * cols * ITEMSIZE[dtype], medians))
-            done()
+            done(samples)
         for n, found_of in gathers.items() if not num_gpus else ():
             small, large = found_of[0], found_of[len(COLLECTIVE_SHAPES) - 1]
             host = pool.run(host_ms, seconds, world_size=n)[0]
             rates[n] = rates_of(n, host, small[1], large[1], (small[0], large[0]), tflops[n])
-    return samples, rates
+    return rates
 
 
 def time_matmul(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:

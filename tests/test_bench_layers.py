@@ -101,7 +101,7 @@ def test_sizes_are_those_that_ranks_can_share() -> None:
 
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:
     out = tmp_path / "overhead.csv"
-    columns = "commit,dirty,machine,torch,world_size,direction,rows,features,beside_us,q1_us,q3_us,linear_us"
+    columns = "commit,dirty,machine,torch,world_size,direction,rows,features,overhead_us,q1_us,q3_us,linear_us"
     out.write_text(f"{columns}\nbefore,False,another,2.11.0,1,forward,8,64,200.0,190.0,210.0,5.0\n")
     command("overhead", "--out", out, "--rounds", 3)
     rows = pd.read_csv(out)
@@ -111,8 +111,8 @@ def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) 
         (1, "forward"), (1, "forward"), (1, "both"), (2, "forward"), (2, "both")
     ]  # fmt: skip
     # A call has a host cost, below 10 ms even on a busy machine; with peers the noise of rounds may exceed that cost.
-    assert rows.beside_us.abs().lt(10_000).all(), rows
-    assert rows.beside_us[rows.world_size == 1].gt(1).all(), rows
+    assert rows.overhead_us.abs().lt(10_000).all(), rows
+    assert rows.overhead_us[rows.world_size == 1].gt(1).all(), rows
     assert rows.linear_us.between(1, 10_000).all(), rows
-    assert (rows.q1_us <= rows.beside_us).all()
-    assert (rows.beside_us <= rows.q3_us).all()
+    assert (rows.q1_us <= rows.overhead_us).all()
+    assert (rows.overhead_us <= rows.q3_us).all()

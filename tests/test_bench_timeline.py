@@ -169,7 +169,7 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
     assert recorded.remarks(with_calls(found, unfused=(1.0,), decomposed=(2.0,))) == [said]
     for own, verdict in (((3.0, 3.1, 3.2), "slower"), ((0.9, 1.0, 1.1), "neither can"), ((0.3, 0.31, 0.32), "faster")):
         *_, over_all = recorded.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
-        assert f"decomposed takes {own[1]:.2f} of the time of unfused" in over_all
+        assert f"decomposed takes {own[1]:.2f} times as long as unfused" in over_all
         assert f"): {verdict}" in over_all
     with theme.style():
         drawn = recorded.figure(found)

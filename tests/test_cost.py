@@ -360,7 +360,9 @@ def test_command() -> None:
     assert "assumed" in result.output
     listed = invoke("--list").output
     assert all(f"{machine.name}: {machine.title}" in listed for machine in HARDWARE.values())
-    assert "arxiv.org/abs/2507.03114" in listed
+    assert listed.count("arxiv.org/abs/2507.03114") == 1
+    below = invoke("matmul_all_reduce", "--m", "64", "--order", "any").output
+    assert "send by themselves and can take less" in " ".join(below.split())
     given = invoke("all_gather_matmul", "--m", "4096", "--matmul-us", "403", "--kernel-matmul-us", "483")
     assert " 403 " in given.output
 

@@ -6,8 +6,10 @@ import re
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fusedtp import cost
+from fusedtp.bench.cli import app
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.explain import NAMED, explain, table_markdown
 from fusedtp.sharding.notation import parse
@@ -67,6 +69,15 @@ def test_table_over_two_axes() -> None:
         "| FSDP, column-parallel `[M_X, K] @ [K_X, N_Y] -> [M_X, N_Y]` | all-gather w along the contraction over X"
         " | all-gather w again over X; all-reduce over Y | reduce-scatter over X |"
     )
+
+
+def test_command_prints_the_table_within_80_columns() -> None:
+    lines = CliRunner().invoke(app, ["explain", "--table"]).output.splitlines()
+    assert max(map(len, lines)) <= 80
+    at = lines.index("FSDP: [M_X, K] @ [K_X, N] -> [M_X, N]")
+    assert lines[at + 1 : at + 4] == [
+        "  forward: all-gather w along the contraction", "  dx: all-gather w again", "  dw: reduce-scatter"
+    ]  # fmt: skip
 
 
 def test_predicted_times() -> None:

@@ -294,16 +294,19 @@ def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(planned: list[tune.Step], *, done: Callable[[], None], **_: Any) -> None:
-        done()
+    def measure(planned: list[tune.Step], *, done: Callable[[list[Sample]], None], **_: Any) -> None:
+        done([sample(unfused=5.0)])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tune, "tune", measure)
-    target = tmp_path / "tuning.json"
+    target, other = tmp_path / "tuning.json", replace(sample(), rows=7)
+    tuning.write(target, tuning.dump(Table(tuning.identity(), (sample(), other), {})))
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--out", str(target), "--world-size", "2"])
     assert result.exit_code == 130, result.output
     assert re.search(r"1/18, \d+ s, \d+ s left: collectives of 64 x 64 float32 on 2", result.output)
-    assert f"{target} is as it was" in result.output
+    assert f"{target} has the sizes measured so far" in result.output
+    table, _, _ = tuning.load(target)
+    assert table.samples == (other, sample(unfused=5.0))
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

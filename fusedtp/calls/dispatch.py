@@ -375,6 +375,9 @@ def _unreachable(op: str, detail: str) -> Path:
     return Path(op, "unfused", reason)
 
 
+_UNMEASURED = "no measurement of this machine was found (`fusedtp tune` makes one)"
+
+
 def _decide(
     task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
 ) -> Path:  # fmt: skip
@@ -395,8 +398,8 @@ def _decide(
         # A named algorithm rules `unfused` out.
         return Path(op, allowed[0] if shape is None else "unfused", lacks)
     if on_gpu:
-        return Path(op, "fused", "ranks reach each other's GPU memory, and `fusedtp tune` has no rows of this GPU")
-    return Path(op, "decomposed", f"ranks share memory, and `fusedtp tune` has no rows for {op} in {name}")
+        return Path(op, "fused", f"ranks reach each other's GPU memory, and {_UNMEASURED}")
+    return Path(op, "decomposed", f"ranks share memory, and {_UNMEASURED} for {op} in {name}")
 
 
 def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:

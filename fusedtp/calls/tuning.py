@@ -79,6 +79,11 @@ class Size:
     cols: int
     third: int
 
+    @property
+    def size(self) -> tuple[str, int, str, int, int, int]:
+        """Return the key of the measurement: everything but its outcome and version."""
+        return self.op, self.world_size, self.dtype, self.rows, self.cols, self.third
+
 
 @dataclass(frozen=True)
 class Sample(Size):
@@ -118,11 +123,6 @@ class Tuned(Size):
     faster: float
     version: str
 
-    @property
-    def size(self) -> tuple[str, int, str, int, int, int]:
-        """Return the key of the measurement: everything but its outcome and version."""
-        return self.op, self.world_size, self.dtype, self.rows, self.cols, self.third
-
 
 @dataclass(frozen=True)
 class Table:
@@ -149,15 +149,11 @@ class Table:
         return hardware.measured_cpu(title, source="fusedtp tune", **self.rates[size]) if size else None
 
     def updated(self, newer: Table) -> Table:
-        """Return this table with `newer` added.
-
-        `newer` replaces samples of the same number of ranks and dtype, and tiles of the same size.
-        """
-        again = {(sample.world_size, sample.dtype) for sample in newer.samples}
-        kept = (sample for sample in self.samples if (sample.world_size, sample.dtype) not in again)
-        sizes = {each.size for each in newer.kernels}
+        """Return this table with `newer` added, whose samples and tiles replace those of the same size."""
+        again, sizes = {each.size for each in newer.samples}, {each.size for each in newer.kernels}
+        samples = (*(each for each in self.samples if each.size not in again), *newer.samples)
         kernels = (*(each for each in self.kernels if each.size not in sizes), *newer.kernels)
-        return Table(newer.machine, (*kept, *newer.samples), {**self.rates, **newer.rates}, kernels)
+        return Table(newer.machine, samples, {**self.rates, **newer.rates}, kernels)
 
     def nearest(self, op: str, dtype: str, world_size: int, rows: int, cols: int) -> Sample | None:
         """Return the sample of this op and dtype with the nearest number of ranks, then the nearest size and shape."""
