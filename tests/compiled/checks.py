@@ -273,7 +273,7 @@ def widths(built: Built) -> None:
         if case.blocks and (not config_of(case).scaled_dot or "pointers" in (case.a_by, case.b_by)):
             # A thread has one or two scales of a block of K.
             loads -= {"b8", "b16", "ubyte", "ushort"}
-        if case.flags.get("PUSHERS") and not case.all_flags["IN_PLACE"]:
+        if case.flags.get("PUSHERS") and not case.flags["IN_PLACE"]:
             # A shard with contiguous columns is pushed by rows.
             loads -= {"b8", "ubyte"}
     # What goes to all ranks at once is none of these.
