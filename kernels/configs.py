@@ -123,16 +123,16 @@ FLOAT32 = Config(block_m=64, block_n=64, block_k=32, copy_rows=16)
 # For 8-bit elements: twice as much of the contraction in as many bytes. Tiles are no wider if a product is in registers
 # beside the sum: always on sm_90; on sm_100 if chunks of the contraction have their own scales, or when the columns'
 # scales are loaded. On sm_100 eight warps give a thread one row of half the tile.
-_BESIDE = replace(_NARROW, descriptors=True)
+_BESIDE = {
+    shape: replace(config, descriptors=True) for shape, config in zip(SHAPES, (_NARROW, _NARROW, _LOW), strict=True)
+}
 _FLOAT8: dict[str, dict[str, Config]] = {
-    target: {shape: replace(config, block_k=128) for shape, config in shapes.items()}
-    for target, shapes in (
-        ("sm_80", TABLE["sm_80"]),
-        *(
-            (target, {"many": _BESIDE, "few columns": _BESIDE, "few rows": replace(_LOW, descriptors=True)})
-            for target in ("sm_90", "sm_100")
-        ),
-        ("gfx942", TABLE["gfx942"]),
+    target: {shape: replace(config, block_k=128, **told) for shape, config in shapes.items()}
+    for target, shapes, told in (
+        ("sm_80", TABLE["sm_80"], {}),
+        ("sm_90", _BESIDE, _UNTOLD),
+        ("sm_100", _BESIDE, {}),
+        ("gfx942", TABLE["gfx942"], {}),
     )
 }
 

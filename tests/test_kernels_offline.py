@@ -19,8 +19,9 @@ from fusedtp.kernels import choices
 from fusedtp.kernels.configs import compiled_config
 
 from .compiled import checks, table
-from .compiled.build import build, build_all, compile_case, examine
+from .compiled.build import build, build_all, examine
 from .compiled.cases import TARGETS, VARIANTS, Case, cases, loose_cases, plain
+from .compiled.launched import launched
 from .compiled.mutants import MUTANTS, Mutant, found, load
 
 pytestmark = pytest.mark.offline
@@ -34,7 +35,7 @@ def compiled_beforehand(request: pytest.FixtureRequest) -> None:
     """By as many processes as there are cores, what the chosen tests ask for."""
     given = [getattr(item, "callspec", None) for item in request.session.items if item.module is request.module]
     wanted = [spec.params["case"] for spec in given if spec is not None and "case" in spec.params]
-    wanted += [plain(case) for case in wanted if case.aligned is None]
+    wanted += [plain(case) for case in wanted if not case.loose]
     if any(item.name == "test_what_was_found_is_what_is_written" for item in request.session.items):
         wanted += [*CASES, *LOOSE]
     build_all(wanted)
@@ -100,7 +101,7 @@ def test_a_choice_has_room(case: Case) -> None:
     """A choice compiles, fits the shared memory, and multiplies in a pipelined loop."""
     built = build(case)
     assert built.shared_bytes <= choices.shared_memory_of(choices.Choice(*case.choice), 2)
-    assert built.block == "x".join(map(str, case.choice[:3]))
+    assert built.tile == case.choice[:3]
     assert built.inner_loop
 
 
@@ -120,15 +121,15 @@ def trees(target: str, dtype: torch.dtype) -> list[Case]:
     ways = itertools.product(("rows", "pointers"), ("rows", "columns", "pointers"))
     by = list(ways) if TARGETS[target].described else [("pointers", "pointers")]
     names = [name for name, each in VARIANTS.items() if "LEAVES" in each.flags]
-    every = itertools.product(names, by, (None, ()))
-    return [Case(name, target, dtype, a_by=a, b_by=b, aligned=aligned) for name, (a, b), aligned in every]
+    every = itertools.product(names, by, (False, True))
+    return [Case(name, target, dtype, a_by=a, b_by=b, loose=loose) for name, (a, b), loose in every]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("target", TARGETS)
 def test_leaves_are_multiplied_by_one_instruction(target: str, dtype: torch.dtype) -> None:
     """Whatever a kernel is for, however it reads and whatever it knows of lengths: bits must not depend on it."""
-    chosen = [case for case in trees(target, dtype) if case.aligned is None or target in ("sm_80", "sm_90")]
+    chosen = [case for case in trees(target, dtype) if not case.loose or target in ("sm_80", "sm_90")]
     chosen = chosen if dtype == torch.bfloat16 else chosen[::5]
     build_all(chosen)
     found = {case: checks.products_as_asked(build(case)) for case in chosen}
@@ -138,7 +139,7 @@ def test_leaves_are_multiplied_by_one_instruction(target: str, dtype: torch.dtyp
 def test_another_way_to_multiply_leaves_is_found(tmp_path: Path) -> None:
     case = Case("matmul, tree", "sm_100", a_by="rows", b_by="columns")
     as_it_is = checks.products_as_asked(build(case))
-    wide = examine(case, compile_case(case, options={"num_warps": 16, "num_stages": 4}))
+    wide = examine(case, launched(case, num_warps=16))
     assert checks.products_as_asked(wide) != as_it_is
     beside = 'return acc + 2.0 * tl.dot(a, b, input_precision="ieee")'
     package = load((("contraction", 'return tl.dot(a, b, acc, input_precision="ieee")', beside),), tmp_path)
@@ -146,7 +147,7 @@ def test_another_way_to_multiply_leaves_is_found(tmp_path: Path) -> None:
         case = Case("scatter, tree", target)
         checks.products_as_asked(build(case))
         with pytest.raises(AssertionError, match="added to a sum beside products"):
-            checks.products_as_asked(examine(case, compile_case(case, package)))
+            checks.products_as_asked(examine(case, launched(case, package)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.bug)
@@ -155,19 +156,19 @@ def test_a_broken_kernel_is_found(mutant: Mutant, tmp_path: Path) -> None:
     for case in mutant.cases:
         beside = build(plain(case)) if mutant.check is checks.against_plain else build(case)
         assert not found(mutant, build(case), beside), f"{case} is found broken as it is"
-        assert found(mutant, examine(case, compile_case(case, package)), beside), f"{case}: not found"
+        assert found(mutant, examine(case, launched(case, package)), beside), f"{case}: not found"
 
 
 def test_a_kernel_short_of_registers_is_found() -> None:
     case = Case("matmul", "sm_90")
-    starved = examine(case, compile_case(case, options={"num_warps": 4, "num_stages": 3}))
+    starved = examine(case, launched(case, pointer_warps=4))
     with pytest.raises(AssertionError, match=r"spills|stack"):
         checks.resources(starved)
 
 
 def test_more_shared_memory_than_there_is_is_found() -> None:
     case = Case("matmul", "gfx942")
-    large = examine(case, compile_case(case, options={"num_warps": 8, "num_stages": 4}))
+    large = examine(case, launched(case, num_stages=4))
     with pytest.raises(AssertionError, match="shared memory"):
         checks.resources(large)
 

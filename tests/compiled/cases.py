@@ -72,26 +72,25 @@ def _variants() -> list[Variant]:
     reduced_in_one = _of("matmul_all_reduce", multiplies=True, waits=3, raises=3)
     pushed, collected = _of("push", raises=2), _of("push", "_collect_kernel", waits=2)
     reduced, ringed = _of("reduce", waits=2), _of("ring")
-    gather = {"PER_ROW": False, "LAST": True, "IN_PLACE": True, "ALIGNED": True, "ROWS_ALIGNED": True,
-        "PUSHERS": 16, "CONTRACTION": False, "JOINED": False}  # fmt: skip
+    gather = {"PER_ROW": False, "LAST": True, "IN_PLACE": True, "PUSHERS": 16, "CONTRACTION": False, "JOINED": False}
     contraction = gather | {"CONTRACTION": True}
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
     push_own = push | {"SCATTER": True, "WITH_OWN": True}
     reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
-        "ALIGNED": False}  # fmt: skip
+        "TREE": False}  # fmt: skip
     ring = {"REDUCE": True, "GATHER": True}
     # What is `split` pushes in a kernel before, the own shard too: every tile waits.
     split, sent_before = {"IN_PLACE": False, "PUSHERS": 0}, {"waits": 1, "raises": 0}
     broadcast, not_last = {"BROADCAST": True, "LAST": False}, {"LAST": False}
     gated = {"ACTIVATION": "silu", "GATED": True}
     # As many leaves as a rank has at most by default; with eight of them four sums are in registers.
-    leaves, subtrees = {"LEAVES": 8, "LEAVES_ALIGNED": True}, {"TREE": True}
+    leaves, subtrees = {"LEAVES": 8}, {"TREE": True}
     # On targets with multicast.
     switch = {"SWITCH": True}
     in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
-    own_alone = {"OWN_IN_PLACE": True, "PER_TILE": False, "bias_ptr": None}
+    own_alone = {"OWN_IN_PLACE": True, "PER_TILE": False, "BIAS": False}
     return [
         multiplied("matmul", {"PER_ROW": False}),
         multiplied("matmul transposed", {"PER_ROW": True}, transposed=True),
@@ -142,7 +141,7 @@ def _variants() -> list[Variant]:
         collected("collect tiles", {"PER_TILE": True}),
         reduced("reduce", reduce),
         reduced("reduce pieces and broadcast", reduce | own_alone | broadcast, waits=1, raises=1),
-        reduced("reduce transposed", reduce | {"PER_ROW": True, "ALIGNED": True}, transposed=True),
+        reduced("reduce transposed", reduce | {"PER_ROW": True}, transposed=True),
         reduced("reduce, residual", reduce, adds=True),
         reduced("reduce in the switch, and broadcast", reduce | switch | broadcast, waits=1, raises=1, adds=True),
         reduced("reduce, tree", reduce | subtrees),
@@ -167,16 +166,14 @@ def _variants() -> list[Variant]:
 
 
 VARIANTS = {each.name: each for each in _variants()}
-# Flags that say what is a multiple of 16.
-_ALIGNED = "ALIGNED", "ROWS_ALIGNED", "LEAVES_ALIGNED"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A variant, where and of what it is compiled, its shape class, and how it reads A and B. flags: those that are not
-    the variant's. aligned: which lengths, strides and pointers are multiples of 16, None for all. blocks: whether
-    scales of float8 are those of blocks. b_dtype: B's where it is not A's. choice: the fields of a `choices.Choice`
-    that takes the place of the table's tile.
+    """A variant, where and of what it is compiled, its shape class, and how it reads A and B. loose: whether
+    nothing is known of lengths, strides and pointers, which else are multiples of 16. blocks: whether scales of float8
+    are those of blocks. b_dtype: B's where it is not A's. choice: the fields of a `choices.Choice` that takes the place
+    of the table's tile.
     """
 
     variant: str
@@ -186,8 +183,7 @@ class Case:
     a_by: str = "pointers"
     b_by: str = "pointers"
     flatten: bool = True
-    flags: tuple[tuple[str, Any], ...] = ()
-    aligned: tuple[str, ...] | None = None
+    loose: bool = False
     blocks: bool = False
     b_dtype: torch.dtype | None = None
     choice: tuple[int, ...] = ()
@@ -198,8 +194,8 @@ class Case:
             parts += [f"{self.a_by} {self.b_by}"]
         parts += [] if self.flatten else ["two loops"]
         parts += ["x".join(map(str, self.choice))] if self.choice else []
-        parts += [] if self.aligned is None else [" ".join(("any lengths", *(f"but {name}" for name in self.aligned)))]
-        return "-".join([*parts, *(f"{name}={value}" for name, value in self.flags)])
+        parts += ["any lengths"] if self.loose else []
+        return "-".join(parts)
 
     @property
     def dtype_name(self) -> str:
@@ -210,7 +206,7 @@ class Case:
     @property
     def is_tree(self) -> bool:
         """Return whether the contraction is in leaves."""
-        return "LEAVES" in VARIANTS[self.variant].flags
+        return "LEAVES" in self.flags
 
     @property
     def is_float8(self) -> bool:
@@ -218,11 +214,9 @@ class Case:
         return self.dtype.itemsize == 1
 
     @property
-    def all_flags(self) -> dict[str, Any]:
-        """The variant's and the case's own; where nothing is aligned, none that says so."""
-        flags = VARIANTS[self.variant].flags
-        known = {} if self.aligned != () else {name: False for name in _ALIGNED if name in flags}
-        return flags | known | dict(self.flags)
+    def flags(self) -> dict[str, Any]:
+        """Return the variant's."""
+        return VARIANTS[self.variant].flags
 
 
 def plain(case: Case) -> Case:
@@ -230,9 +224,9 @@ def plain(case: Case) -> Case:
     variant = "matmul transposed" if VARIANTS[case.variant].transposed else "matmul"
     variant = "matmul, tree" if case.is_tree else variant
     flatten = (
-        case.flatten and not case.variant.startswith(("scatter", "all-reduce")) and not case.all_flags.get("ACTIVATION")
+        case.flatten and not case.variant.startswith(("scatter", "all-reduce")) and not case.flags.get("ACTIVATION")
     )
-    return replace(case, variant=variant, flags=(), flatten=flatten)
+    return replace(case, variant=variant, flatten=flatten)
 
 
 def cases() -> list[Case]:
@@ -333,7 +327,7 @@ def loose_cases() -> list[Case]:
     promised that such kernels keep what they need in registers.
     """
     return [
-        replace(case, aligned=())
+        replace(case, loose=True)
         for case in cases()
         if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module != "steps"
     ]

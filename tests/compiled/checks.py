@@ -13,8 +13,9 @@ import torch
 from . import float8
 from .assembly import Code, sources
 from .blocks import loops
-from .build import Built, config_of
+from .build import Built
 from .cases import TARGETS, VARIANTS
+from .launched import config_of
 
 # Scalars on gfx942, of which there are no more than 106: some of a kernel that gathers, a producer's masks, those that
 # are chosen among several weights, and where scales lie, may be kept in lanes of vector registers.
@@ -57,15 +58,15 @@ def resources(built: Built) -> None:
     loop.
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
-    ends_with = built.case.all_flags.get("ACTIVATION")
-    joined = built.case.all_flags.get("JOINED")
+    ends_with = built.case.flags.get("ACTIVATION")
+    joined = built.case.flags.get("JOINED")
     chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8 or joined
     chooses = chooses or VARIANTS[built.case.variant].module == "push"
     gathers = VARIANTS[built.case.variant].module == "gather_matmul"
     most = GATHER_LANES * gathers if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
     newer = _versions()[0] > _versions()[1]
-    strict = (ends_with and not newer) or (as_pinned() and built.case.aligned != ())
+    strict = (ends_with and not newer) or (as_pinned() and not built.case.loose)
     if strict or built.case.target == "gfx942":
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
     elif built.case.target in ("sm_80", "sm_90"):
@@ -87,7 +88,7 @@ def multiplication(built: Built) -> None:
     assert loop, "no tensor core instruction in a loop"
     described = (case.a_by != "pointers") + (case.b_by != "pointers")
     assert sum("UTMALDG" in line for line in loop) == described, "operands loaded by TMA in the loop"
-    if case.aligned == () and described < 2:
+    if case.loose and described < 2:
         # What is read element by element does not go to shared memory behind the program's back.
         return
     # Two stages have one buffer where registers hold the other; a descriptor's loads have a buffer a stage, but where
@@ -98,9 +99,10 @@ def multiplication(built: Built) -> None:
         assert described < 2, "one stage"
         assert not [line for line in loop if "LDGSTS" in line], "a copy that no fence follows"
         return
-    tiles = (config.block_m + config.block_n) * config.block_k * case.dtype.itemsize
+    block_m, block_n, block_k = built.tile
+    tiles = (block_m + block_n) * block_k * case.dtype.itemsize
     assert built.shared_bytes >= buffers * tiles, "the loop is not pipelined"
-    if described < 2 and _is_ptx(built) and case.aligned is None:
+    if described < 2 and _is_ptx(built) and not case.loose:
         copies = [line for line in loop if "LDGSTS" in line]
         assert copies, "no asynchronous copy in the loop"
         # Of rows of scales there are four bytes for a block of K.
@@ -220,11 +222,11 @@ def aliases(built: Built) -> None:
     loaded behind an acquire and a fence, and released behind a fence and a barrier. All of it is 16 bytes wide.
     """
     code, fence = built.ordered, r"\bfence\.proxy\.alias"
-    if not built.case.all_flags.get("SWITCH"):
+    if not built.case.flags.get("SWITCH"):
         assert not code.matching(r"\bmultimem\."), "what other kernels have no use for"
         return
     loads, stores, release = r"\bmultimem\.ld_reduce", r"\bmultimem\.st", r"\.release\.exch"
-    flags, name = built.case.all_flags, built.case.variant
+    flags, name = built.case.flags, built.case.variant
     sums = flags.get("BROADCAST") or name.startswith("all-reduce")
     assert bool(code.matching(loads)) == bool(sums), "sums are not the switch's"
     assert bool(code.matching(stores)) == bool(sums or name.endswith("at once")), "stores are not to all at once"
@@ -271,7 +273,7 @@ def widths(built: Built) -> None:
         if case.blocks and (not config_of(case).scaled_dot or "pointers" in (case.a_by, case.b_by)):
             # A thread has one or two scales of a block of K.
             loads -= {"b8", "b16", "ubyte", "ushort"}
-        if case.all_flags.get("PUSHERS") and not case.all_flags["IN_PLACE"]:
+        if case.flags.get("PUSHERS") and not case.flags["IN_PLACE"]:
             # A shard with contiguous columns is pushed by rows.
             loads -= {"b8", "ubyte"}
     # What goes to all ranks at once is none of these.
@@ -324,7 +326,7 @@ def products_as_asked(built: Built) -> tuple[str, float]:
     found = Counter(each for line in loop for each in re.findall(pattern, line))
     assert len(found) == 1, f"products by {sorted(found)}"
     ((name, count),) = found.items()
-    return name, count / config_of(built.case).block_k
+    return name, count / built.tile[2]
 
 
 def compares(built: Built) -> bool:

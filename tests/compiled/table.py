@@ -36,9 +36,10 @@ def row(built: Built) -> dict[str, str]:
     case, beside = built.case, build(plain(built.case)) if checks.compares(built) else None
     multiplies = VARIANTS[case.variant].multiplies
     by = (case.a_by, case.b_by) if multiplies else ("", "")
+    tile, one_loop = "x".join(map(str, built.tile)), int(built.flattened) if multiplies else ""
     values = (
-        triton.__version__, case.target, case.variant, ANY if case.aligned == () else "16", case.dtype_name, case.shape,
-        *by, built.block, built.num_warps, built.num_stages, int(built.flattened) if multiplies else "",
+        triton.__version__, case.target, case.variant, ANY if case.loose else "16", case.dtype_name, case.shape,
+        *by, tile, built.num_warps, built.num_stages, one_loop,
         built.registers, built.spill_bytes, built.stack_bytes, built.lanes, built.shared_bytes,
         built.code.count(TARGETS[case.target].multiplies),
         built.code.count("UTMALDG"), len(built.inner_loop) or "",
