@@ -245,6 +245,7 @@ def _layer(name: str, about: str, sizes: str) -> None:
         ] = None,
         out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
     ) -> None:
+        from .jobs import START_SECONDS
         from .layers import SUITES, run, table
         from .machine import describe
 
@@ -260,9 +261,11 @@ def _layer(name: str, about: str, sizes: str) -> None:
             raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
         path = arguments.folder(out, machine.name) / f"{name}.csv"
         given = suite.seconds if seconds is None else seconds
-        # Checks, a round's variants and the start of ranks take extra time.
-        pairs = itertools.product(world_sizes, dict.fromkeys(sizes))
-        steps = [(f"{','.join(map(str, size))} on {count}", given + 3) for count, size in pairs]
+        # Checks and a round's variants take extra time, and so does the start of ranks, before each first size.
+        steps = [
+            (f"{','.join(map(str, size))} on {count}", given + 3 + (START_SECONDS if i == 0 else 0))
+            for count in world_sizes for i, size in enumerate(dict.fromkeys(sizes))
+        ]  # fmt: skip
         with arguments.progress(console, steps, f"{path} is as it was") as done:
             frame = run(name, world_sizes, sizes, given, console.print, done)
         if frame.empty:

@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -448,7 +449,7 @@ PLAN = {
     "matmul": Item(55, matmul, "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64", True),
     "tiles": Item(90, tiles, "six tiles at five sizes beside torch.mm", True),
     "hooks": Item(80, hooks, "fused kernels, signals raised before, beside the own matmul; float8", True),
-    "pushers": Item(30, pushers, "gather of the own rows with 0, 8, 16 and 33 pushing programs", True),
+    "pushers": Item(30, pushers, "gather of the own rows with 0, 6, 12 and 33 pushing programs", True),
     "ranks": Item(120, ranks, "two ranks on the one GPU: ops, layers, gradients, graphs, a missing peer"),
     "link": Item(45, link, "a peer in pinned host memory, its rows copied beside the matmul", True),
     "memcheck": Item(40, memcheck, "kernels at 256 x 256 x 256 under compute-sanitizer"),
@@ -595,9 +596,10 @@ def gpu(
         return
     items = arguments.names(",".join(item or PLAN), tuple(PLAN), "--item")
     if list_:
-        print(f"{'s':>4}  {'item':9} what; rows")
+        print(f"{'s':>4}  {'item':9} what; its rows are in gpu-ITEM.csv")
         for name in items:
-            print(f"{PLAN[name].seconds:4.0f}  {name:9} {PLAN[name].what}; {out / f'gpu-{name}.csv'}")
+            line = f"{PLAN[name].seconds:4.0f}  {name:9} {PLAN[name].what}"
+            print(textwrap.fill(line, 80, subsequent_indent=" " * 16))
         return
     if not torch.cuda.is_available() and not dry_run:
         raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")

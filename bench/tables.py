@@ -278,15 +278,18 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
         gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
         lines.append(f"{gain}, no difference in the others (95 % intervals).")
-        # By the sure end of the intervals: a noisy case may have any median.
-        most, least = max(rows, key=lambda row: row["low"]), min(rows, key=lambda row: row["high"])
+        # A case without a significant difference may have any median.
+        sure = [row for row in rows if row["low"] > 1] or rows
+        most, least = max(sure, key=lambda row: row["speedup"]), min(rows, key=lambda row: row["speedup"])
         lines.append(f"Most {_ratio(most)}{f'; least {_ratio(least)}' if len(rows) > 1 else ''}.")
     # Strip the op and dtype of the case from the end of the reason.
     taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
     for way, count in Counter(taken).most_common(2):
         schedule, _, reason = way.partition(": ")
         lines.append(f"auto takes {schedule} in {count} of {len(taken)} cases: {reason}.")
-    return lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
+    lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
+    alone = timed(frame)["world_size"] == 1
+    return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]
 
 
 def _ratio(row: Any) -> str:

@@ -370,9 +370,10 @@ def decide(
     if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
         noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
         return usual, f"as without a measurement: {noise} at {where}"
-    if best == min(measured, key=lambda name: measured[name]):
+    fastest = min(measured, key=lambda name: measured[name])
+    if best == fastest:
         return best, f"measured: {_versus(measured, best)} at {where}"
-    return best, f"predicted from what was measured: {_versus(times, best)}, though not at {where}"
+    return best, f"predicted: {_versus(times, best)} here, though {fastest} is the fastest at {where}"
 
 
 def _predicted(
