@@ -22,6 +22,8 @@ nox.options.sessions = ["tests", "lint", "types"]
 FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+# The tests are compiled to bytecode once, not by every rank that imports them.
+ONE_THREAD["PYTHONDONTWRITEBYTECODE"] = ""
 
 # Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
 # alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.

@@ -25,8 +25,6 @@ from fusedtp.bench.ranks import Pending, RankError, RankPool
 from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Measurement
 
-# What most pools import in every rank, imported once by the process that forks them.
-os.environ["FUSEDTP_PRELOAD"] = "torch._dynamo transformers.models.llama.modeling_llama"
 # This machine's tuning table must not choose the schedules of the tests.
 os.environ["FUSEDTP_TUNING"] = "off"
 # typer wraps error messages, and paths in them, to the width of the terminal.
@@ -88,7 +86,9 @@ def _fork_servers() -> Iterator[None]:
 def pool() -> Iterator[RankPool]:
     """Start four ranks for the first test that asks; `world_size=` of a call takes the first few ranks."""
     # DTensor makes thousands of all-gathers before the last test; two workers would not always survive them.
-    with PoisonedPool(4, timeout=300, gloo_workers=1) as ranks:
+    # What tests import in every rank is imported once, by the process that forks the ranks.
+    env = {"FUSEDTP_PRELOAD": "torch._dynamo transformers.models.llama.modeling_llama"}
+    with PoisonedPool(4, env=env, timeout=300, gloo_workers=1) as ranks:
         PoisonedPool.shared = ranks
         yield ranks
         PoisonedPool.shared = None

@@ -27,8 +27,8 @@ from .virtual_gpu.machine import Schedule
 pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
-# Every third of each sample, for the ordinary tests.
-EVERY = 3 if os.environ.get("FUSEDTP_EMULATION") == "few" else 1
+# Every fourth of each sample, for the ordinary tests.
+EVERY = 4 if os.environ.get("FUSEDTP_EMULATION") == "few" else 1
 whole = pytest.mark.skipif(not ALL, reason="takes minutes; nox -s emulate")
 # A sample of `test_all`: every kernel on some target, every dtype on some kernel. float8 on sm_90 only, as sm_80 has no
 # matrix instruction for it.

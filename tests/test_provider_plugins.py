@@ -123,7 +123,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("site")
 def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A right plugin has times, a missing one a reason; wrong, raising, hanging and dying plugins are reported."""
-    asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", 15, "--shape", "26,20,16"]
+    asked = ["--baseline", "wrong,raises,hangs,dies,mine,gone", "--patience", 8, "--shape", "26,20,16"]
     monkeypatch.setattr(report, "picture", lambda rows, path: False)
     output = command(*SWEEP, *asked, "--out", tmp_path / "out", code=1)
     (path,) = (tmp_path / "out").glob("*/sweep.csv")
@@ -142,7 +142,7 @@ def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypa
     assert "elements are wrong" in gates[26]["wrong"]
     first = f"{GATHER} 24x20x16 float32 on 2"
     for name, said in (
-        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 15"),
+        ("raises", "KeyError: 'planted'"), ("hangs", "rank 1 gave no answer within 8"),
         ("dies", "rank 1 died: exited with status 7"),
     ):  # fmt: skip
         assert gates[24][name].startswith(f"{name} failed at {first}, forward: rank")
