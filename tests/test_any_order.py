@@ -18,7 +18,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import Unreachable
 from fusedtp.workspaces.workspace import Workspace
 
-from .harness import last_path
+from .harness import last_path, spread
 from .oracle import Case, Operands, whole
 from .virtual_ranks import LocalMemory, _Shared
 
@@ -182,11 +182,14 @@ def launched(group: ProcessGroup, case: Case) -> list[str]:
 
 # The contraction in one and several parts; tiles of one and of all ranks; ranks without a tile.
 @pytest.mark.parametrize(
-    ("M", "N", "K", "world_size"),
-    [(1, 40, 60, 2), (1, 40, 512, 2), (5, 40, 1800, 3), (70, 130, 120, 4), (3, 130, 1280, 4), (256, 30, 20, 2)],
+    ("sizes", "algorithm"),
+    spread(
+        [(1, 40, 60, 2), (1, 40, 512, 2), (5, 40, 1800, 3), (70, 130, 120, 4), (3, 130, 1280, 4), (256, 30, 20, 2)],
+        ["one_shot", "two_shot"],
+    ),
 )
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
-def test_one_launch(pool: RankPool, algorithm: str, M: int, N: int, K: int, world_size: int) -> None:
+def test_one_launch(pool: RankPool, sizes: tuple[int, int, int, int], algorithm: str) -> None:
+    M, N, K, world_size = sizes
     dtype = torch.bfloat16 if algorithm == "one_shot" else torch.float32
     case = Case("all_reduce", dtype, (M,), widths=(N,), features=K, residual=True, algorithm=algorithm)
     for names in pool.run(launched, case, world_size=world_size):

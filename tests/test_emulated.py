@@ -18,7 +18,7 @@ def test_compiled_kernels_are_executed_right() -> None:
     env = {**os.environ, "FUSEDTP_EMULATION": "few", "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "emulated", *(str(HERE / name) for name in FILES)]
     # These take a while.
-    command += ["-k", "not ziglang and not leaves and not fewer_stages"]
+    command += ["-k", "not ziglang and not leaves and not layout and not fewer_stages"]
     done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

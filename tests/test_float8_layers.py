@@ -142,7 +142,7 @@ RANDOM = spread(SCHEDULES, [4, 3, 2], ["lopsided", "even"], [torch.bfloat16, tor
 
 @pytest.mark.parametrize(
     ("schedule", "world_size", "how", "amd", "dtype"),
-    [(*each, None) for each in EXACT] + [(*each[:3], False, each[3]) for each in RANDOM],
+    [(*each, None) for each in EXACT] + [(*each[:3], False, each[3]) for each in (RANDOM if LARGE else RANDOM[::2])],
 )
 def test_values_are_off_by_their_rounding(
     pool: RankPool, schedule: str, world_size: int, how: str, amd: bool, dtype: torch.dtype | None

@@ -1,4 +1,4 @@
-"""The soak with 300 calls; planted faults are found: wrong results, growth, open files, an epoch that does not wrap.
+"""The soak with 150 calls; planted faults are found: wrong results, growth, open files, an epoch that does not wrap.
 
 `nox -s soak` makes ten thousand calls.
 """
@@ -26,12 +26,12 @@ def give_back(group: torch.distributed.ProcessGroup) -> None:
     fusedtp.set_timeout(110)
 
 
-def test_300_mixed_calls(pool: RankPool) -> None:
+def test_150_mixed_calls(pool: RankPool) -> None:
     said: list[str] = []
-    by_rank = soak(pool, 300, seed=20, say=said.append)
+    by_rank = soak(pool, 150, seed=20, say=said.append)
     pool.run(give_back)
     assert len(by_rank) == 4
-    assert said[-1].startswith("   300 of 300 calls right")
+    assert said[-1].startswith("   150 of 150 calls right")
     check_wrapped(by_rank)
     check_flat(by_rank)
 
