@@ -23,7 +23,7 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 # The tests are compiled to bytecode once, not by every rank that imports them.
-ONE_THREAD["PYTHONDONTWRITEBYTECODE"] = ""
+IN_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 
 # Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
 # alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
@@ -61,21 +61,21 @@ def install(session: nox.Session, *more: str, torch: str = PINNED["torch"], trit
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
     install(session)
-    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
 
 
 @nox.session
 def tests_oldest(session: nox.Session) -> None:
     """The same with the oldest Triton that is supported."""
     install(session, triton=OLDEST)
-    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
 
 
 @nox.session
 def tests_newest(session: nox.Session) -> None:
     """The same with the newest torch that pip finds, and its Triton. Such a torch may be 5 GB of CUDA."""
     install(session, "triton", "--upgrade", torch="", triton="")
-    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
 
 
 @nox.session

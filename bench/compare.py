@@ -166,7 +166,10 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
         counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
         told += [f"{total} compared: {counts} in B, at {level}."]
         mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
-        told += [f"Geometric mean of B / A: {mean:.3f}. Without a change about {by_chance:.1f} cases would differ."]
+        told += [
+            f"Geometric mean of B / A: {mean:.3f}.",
+            f"Without a change about {by_chance:.1f} cases differ by chance.",
+        ]
     if found.drifts and not absolute:
         drift = geometric_mean(found.drifts)
         told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]

@@ -56,8 +56,7 @@ def test_a_multiprocessor_has_the_registers_of_a_program(target: str, shape: str
 
 
 def test_what_has_no_limit_of_registers() -> None:
-    """What is interpreted and what AMD's compiler makes, which has no such option; float32 has as many as a thread can
-    have."""
+    """Interpreted kernels and AMD's, whose compiler has no such option, have no limit; float32 has the largest."""
     for target in TABLE:
         most = 0 if target == "gfx942" else 255
         assert all(compiled_config(target, 4, shape).registers == most for shape in SHAPES)

@@ -218,8 +218,9 @@ def acquires(built: Built) -> None:
 
 
 def aliases(built: Built) -> None:
-    """What goes to all ranks at once, or is their sum, has a fence of its proxy between it and the signals: it is
-    loaded behind an acquire and a fence, and released behind a fence and a barrier. All of it is 16 bytes wide.
+    """Check multicast accesses: a proxy fence stands between them and the signals.
+
+    A load follows an acquire and a fence. A release follows a fence and a barrier. Every access is 16 bytes wide.
     """
     code, fence = built.ordered, r"\bfence\.proxy\.alias"
     if not built.case.flags.get("SWITCH"):
@@ -315,8 +316,9 @@ LOOSE_CHECKS: tuple[Callable[[Built], None], ...] = (
 
 
 def products_as_asked(built: Built) -> tuple[str, float]:
-    """Of a kernel whose contraction is in leaves: the one instruction that multiplies in its inner loop, and how many
-    there are for an element of a block of K. They are all that is added to a sum there.
+    """Return the instruction that multiplies leaves, and how many of it there are for an element of a block of K.
+
+    A kernel's inner loop has one such instruction, and adds nothing else to a sum.
     """
     pattern = r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*" if _is_ptx(built) else r"\bv_mfma\w+"
     loop = built.ordered.inner_loop(r"\b(wgmma\.mma_async|tcgen05\.mma|mma\.sync)" if _is_ptx(built) else "mfma")

@@ -1,4 +1,4 @@
-"""What the launchers launch for a case, with operands as a user may give them, on a GPU that is not there."""
+"""Record the launches of the real launchers, and compile them for a GPU that is not installed."""
 
 from __future__ import annotations
 
