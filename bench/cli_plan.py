@@ -196,13 +196,18 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
     dtype = next(model.parameters()).dtype
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
-    each_gb = num_bytes * (share + (1 - share) / world_size) / 1e9
+    own = num_bytes * (share + (1 - share) / world_size)
     name = str(dtype).removeprefix("torch.")
     console.print(
-        f"\nParameters, {name}: {num_bytes / 1e9:.3g} GB in all, about {each_gb:.3g} GB on each of {world_size} ranks, "
-        f"{4 * each_gb:.3g} GB with gradients and AdamW's two moments."
+        f"\nParameters, {name}: {_size(num_bytes)} in all, about {_size(own)} on each of {world_size} ranks, "
+        f"{_size(4 * own)} with gradients and AdamW's two moments."
     )
     if sent:
-        console.print(f"Each rank sends about {sent * dtype.itemsize / 1e6:.3g} MB for each token in forward.")
+        console.print(f"Each rank sends about {_size(sent * dtype.itemsize)} for each token in forward.")
     if left:
         console.print(told(left))
+
+
+def _size(num_bytes: float) -> str:
+    unit, scale = next(((unit, scale) for unit, scale in (("GB", 1e9), ("MB", 1e6)) if num_bytes >= scale), ("kB", 1e3))
+    return f"{num_bytes / scale:.3g} {unit}"

@@ -43,9 +43,12 @@ def report(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console, verbose=verbose)
-        if drawing.picture(stored, path.with_suffix(".png")):
+        with console.status("Drawing the pictures and the page"):
+            drawn = drawing.picture(stored, path.with_suffix(".png"))
+            malformed = drawing.write([*stored, *modelled], path)
+        if drawn:
             console.print(f"picture: {path.with_suffix('.png')}", soft_wrap=True)
-        if malformed := drawing.write([*stored, *modelled], path):
+        if malformed:
             console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)
         pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
@@ -136,5 +139,5 @@ def timeline(
     recorded.picture(found, path.with_suffix(".png"))
     for line in recorded.remarks(found):
         console.print(line)
-    told = f"trace, for ui.perfetto.dev or chrome://tracing: {path}\npicture: {path.with_suffix('.png')}"
+    told = f"trace, for ui.perfetto.dev or chrome://tracing:\n  {path}\npicture: {path.with_suffix('.png')}"
     console.print(told, soft_wrap=True)

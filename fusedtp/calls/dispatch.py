@@ -61,6 +61,8 @@ class Path:
     - `epilogue`: the activation, residual or norm at the op's end, and where it is applied.
     - `kernel`: the tile that `fusedtp tune --kernels` found, its speed-up over the table's tile, and the size measured.
     - `sums`: with `order="any"`, the reduction order; "" with other orders.
+
+    The repr leaves out what is "".
     """
 
     op: str
@@ -70,6 +72,10 @@ class Path:
     epilogue: str = ""
     kernel: str = ""
     sums: str = ""
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
+        return f"Path({given})"
 
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
