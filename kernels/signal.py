@@ -79,8 +79,8 @@ REPORT_EXPECTED = tl.constexpr(3)
 REPORT_SEEN = tl.constexpr(4)
 HOST_WORDS = 16
 
-# Polls between two looks at the clock, which cost a trip to host memory on a GPU.
-POLLS_PER_LOOK = tl.constexpr(256)
+# Polls between two looks at the clock, which cost a trip to host memory on a GPU. Interpreted polls sleep up to 4 ms.
+POLLS_PER_LOOK = tl.constexpr(16 if INTERPRETED else 256)
 
 
 class RankGroup(NamedTuple):
