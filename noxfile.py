@@ -40,6 +40,9 @@ CUDA_BUILDS = {"2.11.0": "3.6.0", "2.14.1": "3.8.0"}
 def constraints(session: nox.Session, torch: str = PINNED["torch"], triton: str = PINNED["triton"]) -> str:
     """Write the versions of constraints.txt, but these, and return the file's name; "" is any version."""
     text = Path("constraints.txt").read_text()
+    if torch != PINNED["torch"]:
+        # torch 2.11 needs setuptools below 82.
+        text = re.sub(r"(?m)^setuptools==.*$", "", text)
     for name, version in (("torch", torch), ("triton", triton)):
         text = re.sub(rf"(?m)^{name}==.*$", f"{name}=={version}" if version else "", text)
     path = Path(session.create_tmp()) / "constraints.txt"
