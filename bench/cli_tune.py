@@ -163,7 +163,7 @@ def show_table(measured: Measurements, console: Console) -> None:
         line |= {"travels": f"{sample.rows} x {sample.cols}", "third": sample.third or None}
         for name, ms in sample.ms.items():
             line[f"{name}\nms"] = ms
-            if name in sample.p25:
+            if name in sample.p25.keys() & sample.p75:
                 ends = milliseconds(sample.p25[name]), milliseconds(sample.p75[name])
                 line[f"{name}\n25 to 75 %"] = " to ".join(ends)
         fastest = min(sample.ms, key=lambda name: sample.ms[name])
