@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
-    epilog="On a machine with GPUs, `python -P -m fusedtp.bench.gpu` measures all of it in ten minutes.",
+    epilog="On a machine with a GPU, `python -P -m fusedtp.bench.gpu` checks and times the kernels in ten minutes.",
     no_args_is_help=True, **arguments.PLAIN,
 )  # fmt: skip
 app.command()(cli_plan.plan)
@@ -183,7 +183,8 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
 
     report.show(rows, console, verbose=verbose)
     drawn = report.picture(together, path.with_suffix(".png"))
-    console.print(f"{len(rows)} rows: {path}{f', picture: {path.stem}.png' if drawn else ''}", soft_wrap=True)
+    told = f"{len(rows)} rows" + f" of now, {len(together)} in all" * (len(together) > len(rows))
+    console.print(f"{told}: {path}{f', picture: {path.stem}.png' if drawn else ''}", soft_wrap=True)
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
         raise typer.Exit(1)
@@ -239,7 +240,8 @@ def _layer(name: str, about: str, sizes: str) -> None:
     def command(
         world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.")] = None,
         shapes: Annotated[
-            list[str] | None, typer.Option(help="One size, its lengths with commas; may be repeated.")
+            list[str] | None,
+            typer.Option("--shape", "--shapes", help="One size, its lengths with commas; may be repeated."),
         ] = None,
         seconds: Annotated[
             float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
@@ -247,19 +249,19 @@ def _layer(name: str, about: str, sizes: str) -> None:
         out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
     ) -> None:
         from .jobs import START_SECONDS
-        from .layers import SUITES, run, table
+        from .layers import NOTES, SUITES, run, table
         from .machine import describe
 
         suite, console, machine = SUITES[name], arguments.console(), describe()
         if machine.num_gpus:
             raise typer.BadParameter("layers are timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
         world_sizes = suite.world_sizes if world_size is None else arguments.ranks(world_size)
-        sizes = [arguments.numbers(text, "--shapes") for text in shapes or ()] or suite.sizes
+        sizes = [arguments.numbers(text, "--shape") for text in shapes or ()] or suite.sizes
         try:
             for size, count in itertools.product(sizes, world_sizes):
                 suite.check_size(size, count)
         except ValueError as error:
-            raise typer.BadParameter(f"{'--shapes' if shapes else '--world-size'}: {error}") from error
+            raise typer.BadParameter(f"{'--shape' if shapes else '--world-size'}: {error}") from error
         path = arguments.folder(out, machine.name) / f"{name}.csv"
         given = suite.seconds if seconds is None else seconds
         # Checks and a round's variants take extra time, and so does the start of ranks, before each first size.
@@ -273,7 +275,10 @@ def _layer(name: str, about: str, sizes: str) -> None:
             raise typer.Exit(1)
         frame.to_csv(path, index=False)
         table(suite, frame).print(console)
-        console.print("Medians of the slowest rank; speed-up: dtensor / fusedtp.")
+        console.print(
+            "Medians of the slowest rank. over: that variant's time / fusedtp's; the interval is over dtensor."
+        )
+        console.print(NOTES[name])
         console.print(f"rows: {path}", soft_wrap=True)
 
     more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."
@@ -302,6 +307,7 @@ def overhead(
     with arguments.progress(console, steps, f"{out} is as it was") as done:
         frame = layers.overhead(out, rounds, done)
     layers.overhead_table(frame).print(console)
+    console.print(f"both: forward and backward. Rows added to {out}", soft_wrap=True)
 
 
 @app.command()

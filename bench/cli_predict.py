@@ -129,7 +129,7 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
             **{f"{name}\nus": time for name, time in parts.items()}, "hidden": each.efficiency(each.winner),
             "sent\nMB": each.sent_bytes / 1e6, "GFLOP": each.flops / 1e9,
         })  # fmt: skip
-    title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}, microseconds"
+    title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}"
     return CellTable.of(
         "predictions",
         title,

@@ -148,8 +148,8 @@ def noisy(samples: Sequence[Sample]) -> str:
     if not spreads or (middle := median(spreads)) <= NOISY:
         return ""
     return (
-        f"Careful, the machine did something else too: between the quartiles of a time lie {middle:.0%} of its median, "
-        f"more than {NOISY:.0%} in half of them. Measure again when it is quiet, or longer with --seconds."
+        f"Careful, the machine did something else too: half of the times vary by {middle:.0%} or more from quartile to "
+        f"quartile (the limit is {NOISY:.0%}). Measure again when it is quiet, or longer with --seconds."
     )
 
 
@@ -183,9 +183,9 @@ def show_table(measured: Measurements, console: Console) -> None:
         assert machine is not None
         rates = ", ".join(f"{dtype} {1e3 * rate:.1f}" for dtype, rate in machine.matrix_tflops.items())
         console.print(
-            f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s, an op {machine.launch_us:.0f} us,"
-            f" a wait {machine.flag_us:.0f} us, the backend {machine.collective_start_us:.0f} us"
-            f" and {machine.link_gbps:.2f} GB/s"
+            f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s; an op starts in "
+            f"{machine.launch_us:.0f} us, a signal takes {machine.flag_us:.0f} us; the backend's collective starts in "
+            f"{machine.collective_start_us:.0f} us and moves {machine.link_gbps:.2f} GB/s"
         )
 
 

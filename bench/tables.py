@@ -32,7 +32,7 @@ SIZE = "M x N x K"
 # Formats by a heading's last line, or by the line above a variant's name, which may be any. Other numbers have three
 # digits.
 FORMATS: dict[str, Format] = {
-    **dict.fromkeys(("mean", "best", "worst", "speed-up"), "{:.2f}x"),
+    **dict.fromkeys(("mean", "best", "worst", "speed-up", "over"), "{:.2f}x"),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
     **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
@@ -92,7 +92,7 @@ class CellTable:
         If the console is too narrow, columns of `optional` are left out, the first ones first.
         """
         if by and by in self.cells:
-            console.print(self.title, style=style or "bold", soft_wrap=True)
+            console.print(self.title, style=style or "bold")
             for value, cells in self.cells.groupby(by, sort=False):
                 part = CellTable.of(self.name, str(value), cells.drop(columns=by), optional=self.optional)
                 part.print(console, style=style)
@@ -106,7 +106,7 @@ class CellTable:
             if gone := [name for name in cells if word in str(name).split("\n")]:
                 cells = cells.drop(columns=gone)
                 left_out |= dict.fromkeys(str(name).replace("\n", " ") for name in gone)
-        console.print(self.title, style=style or "bold", soft_wrap=True)
+        console.print(self.title, style=style or "bold")
         console.print(made, style=style)
         if left_out:
             console.print(f"left out in {console.width} columns: {', '.join(left_out)}", style="dim")
@@ -286,9 +286,12 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         lines.append(f"Most {_ratio(most)}{f'; least {_ratio(least)}' if len(rows) > 1 else ''}.")
     # Strip the op and dtype of the case from the end of the reason.
     taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
-    for way, count in Counter(taken).most_common(2):
-        schedule, _, reason = way.partition(": ")
-        lines.append(f"auto takes {schedule} in {count} of {len(taken)} cases: {reason}.")
+    of = Counter(path.partition(": ")[0] for path in taken)
+    for schedule, count in of.most_common():
+        reasons = Counter(path.partition(": ")[2] for path in taken if path.startswith(f"{schedule}: "))
+        reason, often = reasons.most_common(1)[0]
+        told = f"; in {often} of them" if len(reasons) > 1 else ""
+        lines.append(f"auto takes {schedule} in {count} of {len(taken)} cases{told}: {reason}.")
     lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
     alone = timed(frame)["world_size"] == 1
     return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]

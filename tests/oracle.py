@@ -45,8 +45,8 @@ def cut(length: int, world_size: int, how: str) -> tuple[int, ...]:
     """Return the ranks' lengths: even, nearly all on the first rank ("lopsided"), or all on the last."""
     if how == "even":
         return even_sizes(length, world_size)
-    most = length - (world_size - 1) * (how == "lopsided")
-    others = [int(how == "lopsided")] * (world_size - 1)
+    others = [int(how == "lopsided" and length >= world_size)] * (world_size - 1)
+    most = length - sum(others)
     return (most, *others) if how == "lopsided" else (*others, most)
 
 
@@ -141,7 +141,8 @@ def check_norm(normed: Tensor, y: Tensor, given: dict[str, Any]) -> None:
     spread_ = y.double().std(-1, keepdim=True, correction=0) if given["norm"] == "layer_norm" else y.double().abs()
     largest = y.double().abs().amax(-1, keepdim=True) / (spread_ + EPS) * given["norm_weight"].double().abs()
     means = 4 * y.shape[-1] * eps * (exact.abs() + (largest if given["norm"] == "layer_norm" else 0))
-    reference.check(normed, exact, means + torch.finfo(y.dtype).eps * exact.abs() + 1e-30, "normed")
+    rounded = torch.finfo(y.dtype).eps * (exact.abs() + torch.finfo(y.dtype).smallest_normal)
+    reference.check(normed, exact, means + rounded, "normed")
 
 
 @dataclass(frozen=True)
@@ -249,11 +250,16 @@ class Operands:
         own_x, own_w = (each.split(features, -1)[self.rank] for each in (x, w))
         self.given |= {"x": own_x, "w0": own_w} | ({"residual": self.mine(residual)} if case.residual else {})
         self.dys, dz = [self.mine(dy)], near(dy.flatten(0, -2))
-        dx, ones = contracted([dz], [own_w]), torch.ones(len(rows), 1, dtype=case.dtype)
+        dx = contracted([dz], [own_w])
+        # Each rank adds its own rows first, if rows are split.
+        of_rows = case.kind != "all_reduce" and case.dim % dy.ndim != dy.ndim - 1
+        parts = dy.split(self.sizes, case.dim) if of_rows else [dy]
+        turned = [near(each.flatten(0, -2)).t() for each in parts]
+        ones = [torch.ones(each.value.shape[1], 1, dtype=case.dtype) for each in turned]
         self.grads = {
             "x": tuple(each.view_as(own_x) for each in dx),
             "w0": contracted([dz.t()], [own_x.flatten(0, -2)]),
-            "b0": tuple(each[:, 0] for each in contracted([dz.t()], [ones])),
+            "b0": tuple(each[:, 0] for each in contracted(turned, ones)),
             "residual": (self.dys[0].double(), torch.zeros(self.dys[0].shape, dtype=torch.float64)),
         }
 

@@ -36,7 +36,7 @@ def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) ->
     assert interval.low < interval.ratio < interval.high
     suite = SUITES["mlp"]
     (line,) = layers.table(suite, pd.DataFrame(layers.rows_of(suite, (16, 8, 32), 2, timings))).cells.to_dict("records")
-    assert (line["M x D x F"], line["speed-up"], line["fusedtp\nis"]) == ("16 x 8 x 32", interval.ratio, told)
+    assert (line["M x D x F"], line["dtensor\nover"], line["fusedtp"]) == ("16 x 8 x 32", interval.ratio, told)
     assert line["95 %\ninterval"] == f"{interval.low:.2f} to {interval.high:.2f}"
 
 
@@ -47,7 +47,7 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
         yield SimpleNamespace(run_again=lambda *given, told: pool.run(*given, world_size=ranks))
 
     suite, num = SUITES[name], len(SMALL[name])
-    shapes = [word for size in SMALL[name] for word in ("--shapes", size)]
+    shapes = [word for size in SMALL[name] for word in ("--shape", size)]
     with mock.patch.object(layers, "RankPool", here):
         said = command(name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
     assert said.count(f"2/{num}, ") == num - 1
@@ -96,7 +96,7 @@ def test_sizes_are_those_that_ranks_can_share() -> None:
         for size, world_size in itertools.product(suite.sizes, (2, 4, 8)):
             suite.check_size(size, world_size)
     for name, size in (("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")):
-        assert "--shapes" in command(name, "--shapes", size, code=2)
+        assert "--shape" in command(name, "--shape", size, code=2)
 
 
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:

@@ -54,6 +54,8 @@ def test_what_stays_whole_is_named(tmp_path: Path) -> None:
     said = command("plan", f"{config}/config.json", "--no-sequence-parallel", "--world-size", 16)
     assert "pieces={'k_proj': 8, 'v_proj': 8}" in said
     assert "of the bytes: model.layers.*.mlp" in said
+    # Several ranks use the same key and value head, and each has all of them.
+    assert "model.layers.*.self_attn.k_proj, model.layers.*.self_attn.v_proj" in " ".join(said.split())
     assert "SplitTokens" not in said
 
 

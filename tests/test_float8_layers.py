@@ -127,8 +127,9 @@ def check_rounding(value: Tensor, ref: Tensor, key: str, casts: Casts, name: str
     """Check that a value has the error that the casts of its operands give."""
     assert value.dtype == ref.dtype
     most, found = rounding(casts, key) if key in casts else 0.0, off(value, ref)
-    # The norm of a shard with few columns may exceed the mean.
-    assert found <= 1.5 * most + 4 * torch.finfo(ref.dtype).eps, f"{name} is off by {found:.4f}, not {most:.4f}"
+    # The norm of a shard with few elements may exceed the mean.
+    most_here = 1.5 * most * (1 + max(1, value.numel()) ** -0.5)
+    assert found <= most_here + 4 * torch.finfo(ref.dtype).eps, f"{name} is off by {found:.4f}, not {most:.4f}"
     assert found > most / 8 or not most, f"{name} is not made in float8"
 
 

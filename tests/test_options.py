@@ -49,7 +49,8 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) ->
     """Draw a call of one kind, with sizes beyond a tile of 64 columns."""
     activation, count = options.get("activation", ""), options.get("count", 0)
     dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
-    width = st.sampled_from((70, 5, 37, 16, 1))
+    # A layer norm of one feature is rounding errors alone.
+    width = st.sampled_from((70, 5, 37, 16, 1)[: 4 if options.get("norm") == "layer_norm" else 5])
     if kind == "gather" and not count:
         count = draw(st.integers(1, 2))
     widths = (draw(width),) * 2 if activation in GATED else tuple(draw(width) for _ in range(max(1, count)))
