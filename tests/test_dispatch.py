@@ -338,6 +338,13 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
     assert dispatch._decide(float8_task(), 2, known, False, False).schedule == "unfused"
 
 
+@pytest.mark.parametrize(("capturing", "schedule"), [(False, "decomposed"), (True, "fused")])
+def test_a_capture_takes_no_copies_however_fast(capturing: bool, schedule: str) -> None:
+    fast = Sample("all_gather_matmul", 2, "float8_e4m3fn", 512, 1024, 512, {"unfused": 1.0, "decomposed": 0.5})
+    known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (fast,), {}), None, "9.0")
+    assert dispatch._decide(float8_task(), 2, known, True, capturing).schedule == schedule
+
+
 def measured_later(group: ProcessGroup) -> list[int]:
     """Return generation.version before and after the first `auto` learns other hardware than an earlier call used."""
     fusedtp.all_reduce(torch.ones(2, 2), group=group, schedule="decomposed")

@@ -191,8 +191,9 @@ def test_growth_between_two_ops(make: Make) -> None:
 @pytest.mark.parametrize("name", OPS if LARGE else OPS[::2])
 def test_what_never_arrives_is_nan_and_named(make: Make, name: str) -> None:
     """Rank 0 makes room for the op and then does nothing: the others end, name rank 0, and return NaN in its place."""
-    # The awaited epoch is the smallest int32, and the signals hold the largest, which must not count as later.
-    ranks = make(3, epoch=2**31 - 1)
+    # The awaited epoch is the smallest int32, and the signals hold the largest, which must not count as later. Or it is
+    # below 0, which a word that nobody wrote would hold.
+    ranks = make(3, epoch=2**31 - 1 if OPS.index(name) % 4 else -9)
     start, expected, _ = problem(name, 3, torch.float32, 0)
     phases = [start(ws, rank) for rank, ws in enumerate(ranks)]
     for ws, each in zip(ranks, phases, strict=True):
