@@ -43,6 +43,7 @@ NAMED = {
     "it waits for the one that asks": ((BUSY, BUSY, says(waits_for=3)), 2),
     "left by an exception": ((BUSY, says(waits_for=2), says(waits_for=1, left=2)), 2),
     "about to grow behind a third": ((BUSY, BUSY, grows(behind=0)), 0),
+    "a circle behind another one's victim": ((says(gave_up_on=1), BUSY, says(gave_up_on=3)), 1),
     "left, having given up": ((BUSY, says(gave_up_on=0), says(gave_up_on=1, left=1)), 0),
 }  # fmt: skip
 

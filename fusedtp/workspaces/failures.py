@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _LEFT = {
     2: "left an op with an exception",
     3: "broke off while its memory was made",
 }
+_SETTLE_SECONDS = 0.5
 
 
 def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -> bool:
@@ -139,7 +141,7 @@ class Failing:
         differing = differing_ranks(self._header(self.rank), self.rank, self.world_size, expected)
         if differing := differing or [other for other in others if agreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
-        headers = [self._header(each) for each in range(self.world_size)]
+        headers = self._settled()
         who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen"
@@ -155,6 +157,15 @@ class Failing:
         self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail, lost == self.rank, explained)
         raise self.failure
 
+    def _settled(self) -> list[list[int]]:
+        # A rank that gives up passes on what it has, so a peer's wait ends, and for a moment the peer says nothing.
+        until = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            headers = [self._header(each) for each in range(self.world_size)]
+            if len(_silent(headers)) < 2 or time.monotonic() > until:
+                return headers
+            time.sleep(0.01)
+
     def _header(self, peer: int) -> list[int]:
         assert self._arena is not None
         words: list[int] = self._arena.tensors[peer][: self.data_offset].view(torch.int32).tolist()
@@ -165,14 +176,24 @@ def missing(rank: int, headers: Sequence[Sequence[int]], peer: int) -> int:
     """Find the rank that caused a timeout, for `rank`, which waited for `peer` in vain.
 
     Follows the chain of waits, from each rank to the one that it waits for or has given up on. The last rank in the
-    chain is the cause. `headers` has the int32 words of every rank's header.
+    chain is the cause, or if the chain is a circle, a rank that another chain ends at. `headers` has the int32 words of
+    every rank's header.
     """
     chain = [rank]
     following: int | None = peer
     while following is not None and following not in chain:
         chain.append(following)
         following = _whom(headers, following)
-    return chain[-1]
+    if following is None:
+        return chain[-1]
+    # Ranks that have given up on each other: a rank outside was missed first.
+    return next((each for each in _silent(headers) if each not in chain), chain[-1])
+
+
+def _silent(headers: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that others wait for or have given up on, and that say nothing themselves."""
+    whom = [_whom(headers, each) for each in range(len(headers))]
+    return sorted({each for each in whom if each is not None and whom[each] is None})
 
 
 def _whom(headers: Sequence[Sequence[int]], peer: int) -> int | None:
