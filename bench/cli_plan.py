@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ def plan(
     from fusedtp.styles.decoders import decoder_plan
 
     try:
-        with _bounded():
+        with _bounded(), _without_torchao():
             model, notes = _without_weights(config)
             styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
             _show(model, styles, world_size)
@@ -132,6 +133,20 @@ def _notes(given: dict[str, Any], known: Any) -> list[str]:
 def _in_short(error: BaseException) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..."
+
+
+@contextlib.contextmanager
+def _without_torchao() -> Iterator[None]:
+    # transformers imports it if it can, which takes a second and prints warnings. No plan needs it.
+    modules: dict[str, Any] = sys.modules
+    if "torchao" in modules:
+        yield
+        return
+    modules["torchao"] = None
+    try:
+        yield
+    finally:
+        del modules["torchao"]
 
 
 @contextlib.contextmanager
