@@ -247,7 +247,9 @@ def forked(group: ProcessGroup) -> list[str]:
 def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> None:
     for texts in pool.run(forked, world_size=2, timeout=100):
         assert len(texts) == 5
-        for text in texts:
+        # With CUDA, torch itself refuses backward in a child.
+        by_torch = texts[-1].startswith("Unable to handle autograd's threading in combination with fork")
+        for text in texts[:-1] if by_torch else texts:
             assert text.startswith("process PID was forked after torch.distributed was initialised")
             assert "before init_process_group, or with multiprocessing.get_context('spawn')" in text
 

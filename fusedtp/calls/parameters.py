@@ -186,13 +186,16 @@ class Lies(NamedTuple):
             return None
         if not torch.compiler.is_compiling() and transforms_active():
             return None
-        if type(parameter) in PLAIN or not hasattr(parameter, "placements"):
-            fits, got = tuple(parameter.shape) == self.part, f"a plain tensor of {tuple(parameter.shape)}"
+        is_plain = type(parameter) in PLAIN or not hasattr(parameter, "placements")
+        if is_plain:
+            fits = tuple(parameter.shape) == self.part
         else:
             fits = parameter.placements == (self.placement,) and tuple(parameter.shape) == self.shape
             fits = fits and parameter.device_mesh == self.mesh
-            got = f"one of {tuple(parameter.shape)} with {parameter.placements} on {parameter.device_mesh}"
         if not fits:
+            # Not before: the compiler of torch 2.14 cannot trace the text of a placement.
+            placed = "" if is_plain else f" with {parameter.placements} on {parameter.device_mesh}"
+            got = f"{'a plain tensor' if is_plain else 'one'} of {tuple(parameter.shape)}{placed}"
             raise ValueError(
                 f"{name} must be a DTensor of {self.shape} with {self.placement} on {self.mesh}, whose part here has "
                 f"{self.part}, got {got}: load a dense state by set_model_state_dict with full_state_dict=True"
