@@ -183,7 +183,7 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
 
     report.show(rows, console, verbose=verbose)
     drawn = report.picture(together, path.with_suffix(".png"))
-    told = f"{len(rows)} rows" + f" of now, {len(together)} in all" * (len(together) > len(rows))
+    told = f"{len(rows)} rows" + f" ({len(together)} in the file)" * (len(together) > len(rows))
     console.print(f"{told}: {path}{f', picture: {path.stem}.png' if drawn else ''}", soft_wrap=True)
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
@@ -249,7 +249,7 @@ def _layer(name: str, about: str, sizes: str) -> None:
         out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
     ) -> None:
         from .jobs import START_SECONDS
-        from .layers import NOTES, SUITES, run, table
+        from .layers import SUITES, run, table
         from .machine import describe
 
         suite, console, machine = SUITES[name], arguments.console(), describe()
@@ -278,7 +278,7 @@ def _layer(name: str, about: str, sizes: str) -> None:
         console.print(
             "Medians of the slowest rank. over: that variant's time / fusedtp's; the interval is over dtensor."
         )
-        console.print(NOTES[name])
+        console.print(f"{suite.variants}local: a rank's arithmetic with nothing sent, a bound.")
         console.print(f"rows: {path}", soft_wrap=True)
 
     more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."

@@ -209,7 +209,7 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
         first = (made.__doc__ or "").partition("\n")[0].removeprefix("Style ")
         console.print(f"- {made.__name__}: {first}")
     dtype = next(model.parameters()).dtype
-    num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles) | _shared(model, styles)
+    num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
     own = num_bytes * (share + (1 - share) / world_size)
     name = str(dtype).removeprefix("torch.")
@@ -221,25 +221,6 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
         console.print(f"Each rank sends about {_size(sent * dtype.itemsize)} for each token in forward.")
     if left:
         console.print(told(left))
-
-
-def _shared(model: nn.Module, styles: dict[str, list[ParallelStyle]]) -> dict[str, float]:
-    # Return the linears with fewer pieces than ranks, which stay whole, and their share of the model's bytes.
-    from fusedtp import FusedGroup
-    from fusedtp.styles.decoders import matching
-    from fusedtp.styles.grouped import Unpack
-
-    total, left = sum(each.nbytes for each in model.parameters()), dict[str, float]()
-    for pattern, name in ((at, name) for at, each in styles.items() for style in each if isinstance(style, FusedGroup)
-                          for name in style.pieces):  # fmt: skip
-        linear, _, part = name.partition(".parts.")
-        share = 1.0
-        for style in styles.get(f"{pattern}.{linear}", []):
-            if part and isinstance(style, Unpack):
-                share = style.lengths[int(part)] / sum(style.lengths)
-        found = [module.get_submodule(linear) for _, module in matching(model, pattern)]
-        left[f"{pattern}.{name}"] = share * sum(p.nbytes for each in found for p in each.parameters()) / total
-    return left
 
 
 def _size(num_bytes: float) -> str:

@@ -216,6 +216,7 @@ class Suite:
     - columns: names of a size's numbers in rows; the last takes the rest.
     - split: indices of the numbers that ranks share evenly.
     - over: baselines of the speed-ups, the first with its interval.
+    - variants: what others are, in words.
     """
 
     make: Callable[..., LayerRuns]
@@ -227,6 +228,7 @@ class Suite:
     over: tuple[str, ...] = ("dtensor",)
     seconds: float = 10.0
     has_backward: bool = True
+    variants: str = ""
 
     def check_size(self, size: Sequence[int], world_size: int) -> None:
         """Raise ValueError for lengths that torch's styles do not split: they need equal shards."""
@@ -250,23 +252,15 @@ SUITES = {
         grouped, "q, k, v, forward + backward", ("M", "H", "widths"),
         ((2048, 512, 512, 512, 512), (2048, 512, 512, 128, 128), (4096, 1024, 1024, 1024, 1024),
          (4096, 1024, 1024, 256, 256)), (0, 2, 3, 4), seconds=20.0,
+        variants="dtensor_once: torch's styles, gathering once. concatenated: q, k, v as one linear. ",
     ),
     # N, K: an output projection, and the second linear of an MLP.
     "decode": Suite(
         decode, "linear, all-reduce, residual, RMSNorm; forward", ("M", "N", "K"),
         tuple((M, N, K) for N, K in ((1024, 1024), (1024, 2816), (2048, 2048)) for M in (1, 4, 16, 64)), (2,), (2, 4),
-        ("dtensor", "torch"), 6.0, False,
+        ("dtensor", "torch"), 6.0, False, "torch: F.linear, all_reduce, +=, F.rms_norm. ",
     ),
 }  # fmt: skip
-
-
-# What the variants of a suite are.
-_LOCAL = "local: a rank's arithmetic with nothing sent, a bound."
-NOTES = {
-    "mlp": _LOCAL,
-    "grouped": f"{_LOCAL} dtensor_once: torch's styles, gathering once. concatenated: q, k, v as one linear.",
-    "decode": f"{_LOCAL} torch: F.linear, all_reduce, +=, F.rms_norm. fusedtp / local is what communication costs.",
-}
 
 
 def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float) -> dict[str, Timing]:

@@ -502,7 +502,8 @@ def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dic
 def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, float]:
     """Return the modules that keep whole parameters of their own under a plan, and their share of the model's bytes.
 
-    The same module of all layers has one entry, with * for the layer's number.
+    Linears with fewer pieces than ranks, such as key and value heads, are among them. The same module of all layers has
+    one entry, with * for the layer's number.
     """
     planned = styled(model, plan)
     layers = decoder_of(model).layers
@@ -512,6 +513,15 @@ def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict
             pattern = re.sub(rf"^{re.escape(layers)}\.\d+\.", f"{layers}.*.", name)
             bytes_of = sum(each.nbytes for each in module.parameters(recurse=False))
             left[pattern] = left.get(pattern, 0) + bytes_of / total
+    for pattern, styles in plan.items():
+        for name in (each for style in styles if isinstance(style, FusedGroup) for each in style.pieces):
+            # A part of a packed linear is not made yet.
+            linear, _, part = name.partition(".parts.")
+            path = f"{pattern}.{linear}"
+            lengths = [each.lengths for each in plan.get(path, ()) if part and isinstance(each, Unpack)]
+            share = lengths[0][int(part)] / sum(lengths[0]) if lengths else 1.0
+            bytes_of = sum(each.nbytes for _, found in matching(model, path) for each in found.parameters())
+            left[f"{pattern}.{name}"] = share * bytes_of / total
     return left
 
 

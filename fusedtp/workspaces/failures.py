@@ -24,6 +24,7 @@ _LEFT = {
     2: "left an op with an exception",
     3: "broke off while its memory was made",
 }
+# Longest time that a rank looks again before it names one of several that say nothing.
 _SETTLE_SECONDS = 0.5
 
 
