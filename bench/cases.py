@@ -164,6 +164,13 @@ def flops(case: Case, direction: str) -> float:
     return matmuls * 2.0 * case.M * case.N * case.K / case.world_size
 
 
+def num_results(case: Case, direction: str) -> int:
+    """Return the elements of the results of all ranks: y forward, dx and dw backward."""
+    check_direction(direction)
+    y, gradients = case.M * case.N, (case.M + case.N) * case.K
+    return {"forward": y, "backward": gradients, "both": y + gradients}[direction]
+
+
 def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     """Return (collective, bytes of its whole buffer) for each collective of an unfused pass, in the order they run.
 

@@ -200,14 +200,17 @@ def explain(
     """
     from fusedtp import explain as describe
     from fusedtp.cost.hardware import OCP, find
+    from fusedtp.explain import NAMED
     from fusedtp.explain import table as communication_table
 
     if (spec is None) != table:
-        raise typer.BadParameter("give a notation string, or --table")
+        raise typer.BadParameter("give a notation string or a named layer, or --table")
     if spec is None:
         for row in communication_table():
             typer.echo(f"{row.name}: {row.notation}\n  forward: {row.forward}\n  dx: {row.dx}\n  dw: {row.dw}")
         return
+    if "[" not in spec and spec not in NAMED:
+        raise typer.BadParameter(f"no layer is named {spec!r}: see --table; or give a notation string")
     try:
         lengths, ranks = arguments.lengths(sizes, "--sizes"), arguments.lengths(mesh, "--mesh")
         meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)

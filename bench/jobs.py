@@ -23,6 +23,7 @@ from .cases import (
     Shape,
     block,
     flops,
+    num_results,
     traffic,
 )
 from .store import Outcome
@@ -38,8 +39,8 @@ JOB_SECONDS = 180.0
 SLOW_FLOPS = 1e10
 # FLOP/s of an idle core, or of a GPU in float64.
 FAST_FLOPS = 6e10
-# Normal numbers that a core draws in a second, and seconds in which ranks start.
-DRAWN, START_SECONDS = 1e8, 4.0
+# Normal numbers that a core draws in a second, elements that it checks, and seconds in which ranks start.
+DRAWN, CHECKED, START_SECONDS = 1e8, 3.5e7, 4.0
 # A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
 # the gate.
 LONG_FLOPS = 1e11
@@ -236,7 +237,7 @@ def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
 
 
 def estimate(job: Job) -> float:
-    """Return the estimated seconds of a job: operands, the calls and float64 products of the gate, then the rounds."""
+    """Return the estimated seconds of a job: operands, the gate's calls, products and checks, then the rounds."""
     from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
 
     # Ranks that outnumber the cores take turns.
@@ -244,7 +245,10 @@ def estimate(job: Job) -> float:
     total = turns * job.case.K * (job.case.M + job.case.N) / DRAWN
     for direction in job.directions:
         count, call = len(job.variants_of(direction)), turns * flops(job.case, direction) / FAST_FLOPS
-        total += 1.0 + (count * (1 if job.is_long else 2) + 3) * call
+        calls = count * (1 if job.is_long else 2)
+        total += (
+            1.0 + (calls + 3) * call + calls * turns * num_results(job.case, direction) / job.case.world_size / CHECKED
+        )
         if job.timed:
             least = job.rounds or (LONG_ROUNDS if count * call > LONG_SECONDS else MIN_ROUNDS)
             total += job.seconds if job.num_gpus else max(job.seconds, least * count * call)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp import cost
-from fusedtp.bench import store
+from fusedtp.bench import cli_predict, store, tables
+from fusedtp.bench.frames import frame_of
 from fusedtp.bench.layers import SUITES
 from fusedtp.bench.ranks import RankPool
 
@@ -56,6 +57,8 @@ def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
     assert not any(row.failed for row in rows)
     as_written("README.md", "summary", generated.measured_line(rows))
     as_written("docs/measured.md", "measured", generated.measured_table(rows))
+    of_models = frame_of(row for row in rows if row.model)
+    assert f'"{tables.verdict(of_models)[0].partition(", no difference")[0]}"' in README
 
 
 def test_the_prediction_is_what_the_command_says() -> None:
@@ -64,6 +67,9 @@ def test_the_prediction_is_what_the_command_says() -> None:
     for tokens, expected in ((512, "1.00"), (2048, said[1]), (8192, said[2])):
         found = cost.predict("all_gather_matmul", M=tokens, N=57344, K=8192, world_size=8)
         assert f"{found.speedup:.2f}" == expected
+    sizes = [(tokens, 57344, 8192) for tokens in (512, 1024, 2048, 4096, 8192)]
+    ranges = [cost.predict("all_gather_matmul", M=M, N=N, K=K, world_size=8) for M, N, K in sizes]
+    assert f'"{cli_predict.verdict(ranges, sizes).partition(" (")[0]}"' in README
 
 
 def test_the_losses_are_those_of_one_process() -> None:

@@ -381,7 +381,7 @@ def _unreachable(op: str, detail: str) -> Path:
     return Path(op, "unfused", reason)
 
 
-_UNMEASURED = "no measurement of this machine was found (`fusedtp tune` makes one)"
+_UNMEASURED = "there is no valid measurement of this machine (`fusedtp tune` makes one)"
 
 
 def _decide(

@@ -390,7 +390,7 @@ class Model:
         machine, work = self.machine, self.work
         said = ["predicted, not measured", "every rank has an even share and arrives at the same time"]
         if work.flops and self.given is None:
-            said.append(f"the library's matmul reaches {machine.matrix_fraction:.0%} of {machine.title}'s rate")
+            said.append(f"the library's matmul reaches {machine.matrix_fraction:.0%} of the rate of {machine.title}")
         if work.flops and self.torch_dtype != work.dtype:
             said.append(f"torch multiplies {work.dtype} as {self.torch_dtype} here")
         if work.flops and not self.kernel_multiplies and not machine.in_place:
