@@ -21,7 +21,7 @@ from .launched import config_of
 # are chosen among several weights, and where scales lie, may be kept in lanes of vector registers.
 GATHER_LANES = 4
 LANES = 24
-FLOAT8_LANES = 40
+FLOAT8_LANES = 44
 # Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned.
 STACK, STACK_OF_NEWER = 64, 80
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
