@@ -47,11 +47,11 @@ def measured_line(rows: Sequence[Measurement]) -> str:
                 ends = f"{found['worst']:.2f} to {found['best']:.2f}"
                 counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
                 what = name or f"matmuls of {each(lines, 'model')}"
-                said.append(f"{found['mean']:.2f}x over {found['cases']} {what} ({ends}; {counts})")
+                said.append(f"{found['mean']:.2f} times as fast over {found['cases']} {what} ({ends}; {counts})")
     first = records(frame)[0]
     return (
-        f"- Measured, {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, `decomposed` over "
-        f"`unfused`: {' and '.join(said)}. Means are geometric."
+        f"- Measured, {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, `decomposed` "
+        f"against `unfused`: {' and '.join(said)}. Means are geometric."
     )
 
 
@@ -61,7 +61,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
     shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
     lines = [
-        "| op | M x N x K | matmul alone | unfused | decomposed | speed-up | of matmul |",
+        "| op | M x N x K | matmul alone, ms | unfused, ms | decomposed, ms | speed-up | of matmul |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for first, case in cases(shown):
@@ -75,7 +75,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
     cpu = f"{first['cpu']} ({first['cores']} cores)"
     lines += [
         "",
-        f"Medians in ms over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
+        f"Medians over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
         f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. Speed-up: unfused / "
         "decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more where chunks "
         "suit the caches better than the whole.",
@@ -85,7 +85,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
 
 def decode_table(frame: pd.DataFrame) -> str:
     """Return markdown of the decode rows: for ranks and tokens, geometric means of speed-ups over weight sizes."""
-    lines = ["| ranks | tokens | over torch | over DTensor | bound, over torch |", "|---:|---:|---:|---:|---:|"]
+    lines = ["| ranks | tokens | over torch | over DTensor | torch without communication, over torch |", "|---:|---:|---:|---:|---:|"]
     parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
     for (ranks, tokens), part in parts:
         ours, local = (part[part.variant == name] for name in ("fusedtp", "local"))
@@ -98,6 +98,6 @@ def decode_table(frame: pd.DataFrame) -> str:
         "Linear, all-reduce, residual and RMSNorm of few tokens, forward, host time included: speed-ups of medians, "
         f"geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
         f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
-        "+=, F.rms_norm. The bound is the speed-up with free communication.",
+        "+=, F.rms_norm. The last column is the most that could be gained.",
     ]
     return "\n".join(lines)

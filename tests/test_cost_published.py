@@ -1,4 +1,4 @@
-"""The cost model against published times of others, and the table of both in docs/choosing.md.
+"""The cost model against published times of others, and the table of both in docs/cost.md.
 
 FUSEDTP_COST=write writes the table.
 """
@@ -19,7 +19,7 @@ from . import generated
 from .published_times import REASONS, ROWS, Published, markdown, of
 from .test_cost import plain
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "choosing.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "cost.md"
 KINDS = ("gather", "scatter", "all_reduce")
 
 

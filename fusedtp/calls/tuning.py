@@ -370,6 +370,8 @@ def decide(
     if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
         noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
         return usual, f"as without a measurement: {noise} at {where}"
+    if are_alike:
+        return best, f"predicted: {_versus(times, best)} here, though the difference is noise at {where}"
     fastest = min(measured, key=lambda name: measured[name])
     if best == fastest:
         return best, f"measured: {_versus(measured, best)} at {where}"
