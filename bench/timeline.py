@@ -293,7 +293,8 @@ def figure(found: Timeline) -> Any:
         theme.named_lines(axis, names, len(names))
     axes[-1, 0].set_xlabel("ms from the first rank's call")
     axes[-1, 0].set_xlim(left=0)
-    if said := [line for each in remarks(found) for line in textwrap.wrap(each, 120)]:
+    said = [line for each in remarks(found) for line in textwrap.wrap(each, 120)]
+    if said := [*said, *([str(found.about["cpu"])] if found.about.get("cpu") else [])]:
         drawn.supxlabel("\n".join(said), fontsize=8, color=theme.colour("ink"), x=0.01, ha="left")
     kinds = {mark.kind for mark in found.marks}
     handles: dict[str, Any] = {name: kind for kind, name in NAMES.items() if kind in kinds}
