@@ -61,14 +61,14 @@ def as_markdown(rows: Sequence[dict[str, str]]) -> str:
     """The multiplying kernels of bfloat16 at the table's tile for many rows and columns, as they are launched; then
     what each Triton keeps on the stack.
     """
-    newest = max((each["triton"] for each in rows), key=_number)
+    pinned = ".".join(map(str, checks.versions()[1]))
     lines = [
         "| target | kernel | tile | warps, stages | reads A, B | registers (plain) | shared | loop (plain) | TMA |",
         "|---|---|---|---|---|---:|---:|---:|---:|",
     ]
     for each in rows:
         main = ("rows", "columns") if TARGETS[each["target"]].described else ("pointers", "pointers")
-        chosen = (DTYPES[torch.bfloat16], "many", *main, newest, "16")
+        chosen = (DTYPES[torch.bfloat16], "many", *main, pinned, "16")
         if tuple(each[name] for name in ("dtype", "shape", "a_by", "b_by", "triton", "lengths")) != chosen:
             continue
         beside = {name: f" ({each[name]})" if each[name] else "" for name in ("plain_registers", "plain_inner_loop")}
@@ -78,7 +78,7 @@ def as_markdown(rows: Sequence[dict[str, str]]) -> str:
             f"{each['shared_bytes']} | {each['inner_loop']}{beside['plain_inner_loop']} | {each['tma_loads']} |"
         )
     return "\n".join(
-        [*lines, "", f"Triton {newest}. What lies on the stack of a thread, by Triton and lengths:", ""]
+        [*lines, "", f"Triton {pinned}. What lies on the stack of a thread, by Triton and lengths:", ""]
     ) + (_stacks(rows))
 
 
