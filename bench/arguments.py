@@ -59,10 +59,12 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             nonlocal first
             number, (text, _) = next(left)
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
-            # Assume the pace so far for the rest. Leave out the first step, which starts the ranks.
+            # Assume the pace so far for the share of the rest that is over: that of a few steps may be anything. Leave
+            # out the first step, which starts the ranks.
             first = first or past
-            if (over := sum(seconds for _, seconds in steps[1:number])) > 0:
-                rest *= (past - first) / over
+            over = sum(seconds for _, seconds in steps[1:number])
+            if over + rest > 0:
+                rest *= 1 + (past - first - over) / (over + rest)
             next_text = steps[min(number, len(steps) - 1)][0]
             bar.update(task, completed=past, total=past + rest, left=duration(rest), description=next_text)
             if not console.is_terminal:
@@ -72,7 +74,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             yield done
         except KeyboardInterrupt:
             bar.stop()
-            console.print(f"Stopped after {duration(time.monotonic() - begin)}: {kept}", soft_wrap=True)
+            console.print(f"Stopped after {duration(time.monotonic() - begin)}:\n{kept}", soft_wrap=True)
             raise typer.Exit(130) from None
 
 

@@ -162,7 +162,7 @@ def sweep(
     if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
         console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
-    kept = f"the rows of what had ended are in {path}, `fusedtp report {path}` shows them"
+    kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
     steps[0] = steps[0][0], steps[0][1] + START_SECONDS
     with arguments.progress(console, steps, kept) as step:
@@ -220,8 +220,8 @@ def train(
     sizes = (1, 2, 4)
     planned += [(f"log-probabilities on {ranks(size)}", 6.0) for size in sizes]
     num_runs = len(planned) - len(sizes)
-    console.print(f"{num_runs} runs of training, then log-probabilities on 1, 2 and 4 ranks: the same bits?")
-    with arguments.progress(console, planned, f"{csv} is written once its {num_runs} runs have ended") as done:
+    console.print(f"{num_runs} runs of training, then log-probabilities on 1, 2 and 4 ranks, bit for bit")
+    with arguments.progress(console, planned, f"{csv}\nis written once its {num_runs} runs have ended") as done:
         curves = training.compare(settings, min(fused_steps, steps), folder, done)
         bits = training.compare_bits(training.of_order(order), sizes, done)
     reference, *_ = curves.values()
@@ -230,7 +230,8 @@ def train(
         count = f"{len(losses):3} step{'s' * (len(losses) != 1)}"
         console.print(f"{name:24} {count:9}  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
     console.print(f"curves: {csv}, picture: {csv.stem}.png", soft_wrap=True)
-    for num_ranks, batch, same, far in bits:
+    console.print("log-probabilities, compared with those of 1 rank, batch 1:")
+    for num_ranks, batch, same, far in bits[1:]:
         told = "the same bits" if same else f"other bits, off by {far:.1e}"
         console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {told}")
 
@@ -261,7 +262,8 @@ def _layer(name: str, about: str, sizes: str) -> None:
             for size, count in itertools.product(sizes, world_sizes):
                 suite.check_size(size, count)
         except ValueError as error:
-            raise typer.BadParameter(f"{'--shape' if shapes else '--world-size'}: {error}") from error
+            option = "--shape" if shapes and min(world_sizes) > 1 else "--world-size"
+            raise typer.BadParameter(f"{option}: {error}") from error
         path = arguments.folder(out, machine.name) / f"{name}.csv"
         given = suite.seconds if seconds is None else seconds
         # Checks and a round's variants take extra time, and so does the start of ranks, before each first size.
@@ -276,7 +278,8 @@ def _layer(name: str, about: str, sizes: str) -> None:
         frame.to_csv(path, index=False)
         table(suite, frame).print(console)
         console.print(
-            "Medians of the slowest rank. over: that variant's time / fusedtp's; the interval is over dtensor."
+            "Medians of the slowest rank. over: that variant's time / fusedtp's. Interval and verdict: over "
+            f"{'the fastest of ' * (len(suite.over) > 1)}{' and '.join(suite.over)}."
         )
         console.print(f"{suite.variants}local: a rank's arithmetic with nothing sent, a bound.")
         console.print(f"rows: {path}", soft_wrap=True)

@@ -51,7 +51,7 @@ def report(
         if malformed:
             console.print(f"no timeline on the page: {malformed}")
         folder = drawing.folder_of(path)
-        pictures = f", its pictures: {folder}/" if folder.is_dir() else ""
+        pictures = f"\nits pictures: {folder}/" if folder.is_dir() else ""
         console.print(f"page: {path.with_suffix('.html')}{pictures}", soft_wrap=True)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from .tune_kernels import TileSearch
 
-# Largest interquartile range over median that counts as quiet.
-NOISY = 0.2
 INTERPRETED = "interpreted: checked on CPU ranks, at tiny sizes; no time here means anything, and nothing is kept"
 TINY = (96, 80, 64)
+# Largest product M N K that the interpreter multiplies in about a second.
+MOST_INTERPRETED = 128**3
 # Default tokens of a model: decode, a batch of it, a short prompt, a long prompt.
 TOKENS = "16,256,2048,8192"
 
@@ -66,7 +66,8 @@ def tune(
 
     \b
     travels     rows x columns of what is sent, of all ranks together
-    third       the product's remaining length on a rank, none for a
+    other length
+                the product's remaining length on a rank, none for a
                 collective alone
     unfused, decomposed, fused
                 the median of the slowest rank, and where there is room its
@@ -81,7 +82,7 @@ def tune(
     With --kernels: which tile, how many warps and stages, and in a gather how many programs that push, are the fastest
     for a size, tried on the GPUs here, each checked before it is timed. All ranks of a group take what rank 0's file
     says. What was found is kept at once, so a command that was cut off goes on where it was. On a machine without a GPU
-    the same runs interpreted, at tiny sizes, and nothing is kept.
+    the same runs interpreted, at tiny sizes, and nothing is kept: --model and larger sizes are refused there.
     """
     if not kernels and (model or tokens or shape or again):
         raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
@@ -106,8 +107,10 @@ def tune(
     if world_size is None:
         world_sizes = tuple(n for n in world_sizes if n <= (num_gpus or 4))
     dtypes = arguments.dtypes_here(dtype or ("bfloat16" if num_gpus else "float32"), EVERY_DTYPE, "--dtype")
-    if not world_sizes or min(world_sizes) < 2 or (num_gpus and max(world_sizes) > num_gpus):
-        raise typer.BadParameter(f"nothing to measure with {world_sizes or 'fewer than two'} ranks on {num_gpus} GPUs")
+    if min(world_sizes, default=2) < 2:
+        raise typer.BadParameter(f"--world-size needs 2 or more, got {world_size}")
+    if num_gpus and (most := max(world_sizes, default=2)) > num_gpus:
+        raise typer.BadParameter(f"{most} ranks need {most} GPUs, this machine has {num_gpus}")
     if kernels:
         # With interpreted kernels nothing is stored, so two ranks are enough.
         sizes = world_sizes if world_size is not None or num_gpus else world_sizes[:1]
@@ -131,7 +134,7 @@ def tune(
         tuning.write(target, tuning.dump(measured))
         step()
 
-    kept = f"{target} has the sizes measured so far; with --world-size or --dtype, tune measures only the rest"
+    kept = f"the sizes measured so far are in\n{target}\nThe next fusedtp tune measures all of its sizes again."
     with arguments.progress(console, named, kept) as step:
         rates = measuring.tune(planned, seconds=each_seconds, num_gpus=num_gpus, said=console.print, done=done)
     measured = measured.updated(tuning.Table(machine, (), rates))
@@ -140,27 +143,15 @@ def tune(
     console.print(f"{len(measured.samples)} measurements in {target}, {num_new} of them new")
 
 
-def noisy(samples: Sequence[Sample]) -> str:
-    """Return a warning if half of the times spread over more than `NOISY` of their median, or ""."""
-    spreads = [
-        (each.p75[name] - each.p25[name]) / each.ms[name] for each in samples for name in each.p75.keys() & each.p25
-    ]
-    if not spreads or (middle := median(spreads)) <= NOISY:
-        return ""
-    return (
-        f"Careful, the machine did something else too: half of the times vary by {middle:.0%} or more from quartile to "
-        f"quartile (the limit is {NOISY:.0%}). Measure again when it is quiet, or longer with --seconds."
-    )
-
-
 def show_table(measured: Measurements, console: Console) -> None:
     """Print the measurements, the fastest schedule of each, whether the difference exceeds noise, and the rates."""
+    from .intervals import noisy
     from .tables import CellTable, milliseconds
 
     lines, num_noise = [], 0
     for sample in measured.samples:
         line: dict[str, object] = {"op": sample.op, "ranks": sample.world_size, "dtype": sample.dtype}
-        line |= {"travels": f"{sample.rows} x {sample.cols}", "third": sample.third or None}
+        line |= {"travels": f"{sample.rows} x {sample.cols}", "other\nlength": sample.third or None}
         for name, ms in sample.ms.items():
             line[f"{name}\nms"] = ms
             if name in sample.p25.keys() & sample.p75:
@@ -169,14 +160,18 @@ def show_table(measured: Measurements, console: Console) -> None:
         fastest = min(sample.ms, key=lambda name: sample.ms[name])
         least = min((ratio for name, ratio in sample.slower.items() if name != fastest), default=None)
         num_noise += least is not None and least <= 1
-        by = "" if least is None else f"{least:.2f}x" if least > 1 else "noise"
+        by = "" if least is None else "noise" if least <= 1 else ">1.00x" if least < 1.005 else f"{least:.2f}x"
         lines.append(line | {"fastest": fastest, "by": by})
     CellTable.of("tuning", "measured on this machine", lines, optional=("25 to 75 %",)).print(console, "op")
     if num_noise:
         told = f"In {num_noise} of {len(lines)} lines the difference is noise"
         what = "auto takes what it would without a measurement, unless that is slower beyond noise"
         console.print(f"{told}: {what}.")
-    if warning := noisy(measured.samples):
+    spreads = [
+        (each.p75[name] - each.p25[name]) / each.ms[name]
+        for each in measured.samples for name in each.p75.keys() & each.p25
+    ]  # fmt: skip
+    if warning := noisy(spreads):
         console.print(warning, style="bold yellow")
     for n in measured.rates:
         machine = measured.hardware(n)
@@ -185,7 +180,7 @@ def show_table(measured: Measurements, console: Console) -> None:
         console.print(
             f"{n} ranks: {rates} GFLOP/s each, memory {machine.memory_gbps:.1f} GB/s; an op starts in "
             f"{machine.launch_us:.0f} us, a signal takes {machine.flag_us:.0f} us; the backend's collective starts in "
-            f"{machine.collective_start_us:.0f} us and moves {machine.link_gbps:.2f} GB/s"
+            f"{machine.collective_start_us:.0f} us, then each rank receives {machine.link_gbps:.2f} GB/s"
         )
 
 
@@ -203,14 +198,20 @@ def _asked(
     # Refuse wrong numbers on any machine.
     counts = arguments.numbers(TOKENS if tokens is None else tokens, "--tokens")
     names = arguments.names(model, tuple(MODELS), "--model") if model else ()
-    if names and num_gpus:
+    sizes = [arguments.shape(text) for text in shapes or ()]
+    if not num_gpus and (model or any(math.prod(size) > MOST_INTERPRETED for size in sizes)):
+        raise typer.BadParameter(
+            "without a GPU kernels are interpreted: leave --model out, and give each --shape a product M x N x K of at "
+            f"most {MOST_INTERPRETED}, for example 128,128,128"
+        )
+    if names:
         try:
             blocks = [block(*each) for each in itertools.product(names, counts, world_sizes, dtypes)]
         except ValueError as error:
             raise typer.BadParameter(f"--model: {error}") from error
         found = [case for cases in blocks for case in cases]
         return found + [case for each in found for case in _decoded(each)]
-    of_all = [arguments.shape(text) for text in shapes or ()] or ([] if num_gpus else [TINY])
+    of_all = sizes or ([] if num_gpus else [TINY])
     pairs = itertools.product(world_sizes, dtypes, OPS)
     return [Case(op, *size, dtype, n) for n, dtype, op in pairs for size in of_all or GPU_SHAPES[op]]
 
@@ -267,7 +268,7 @@ def tune_tiles(
 
     left: list[Case] = []
     if wanted:
-        kept = f"the tiles found are in {target}, the same command goes on" if num_gpus else "nothing is kept"
+        kept = f"the tiles found are in\n{target}\nThe same command goes on." if num_gpus else "nothing is kept"
         with arguments.progress(console, [(str(case), seconds / len(wanted)) for case in wanted], kept) as step:
             left = tune_kernels(wanted, seconds=seconds, num_gpus=num_gpus, said=said, done=done)
     show_tiles([each.tuned() for each in results], "measured on this machine" if num_gpus else INTERPRETED, console)
@@ -290,7 +291,7 @@ def show_tiles(tuned: Sequence[Tuned], how: str, console: Console) -> None:
     lines = [
         {
             "op": each.op, "ranks": each.world_size, "dtype": each.dtype, "travels": f"{each.rows} x {each.cols}",
-            "third": each.third, "the table's\nms": each.usual_ms, "fastest\nms": each.ms,
+            "other\nlength": each.third, "the table's\nms": each.usual_ms, "fastest\nms": each.ms,
             "by": "no difference" if not each.choice or each.faster < 1.005 else f"{each.faster:.2f}x",
             "tile": str(of_fields(each.choice)) if each.choice else "the table's",
         }

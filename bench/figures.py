@@ -40,7 +40,8 @@ def overview(frame: pd.DataFrame) -> Any:
     heights = [sum(1.2 + len(group) + 0.6 * group["place"].nunique() for _, group in groups) for _, groups in found]
     num_columns = min(2, len(found))
     rows = [max(heights[at : at + num_columns]) for at in range(0, len(found), num_columns)]
-    drawn, axes = theme.panels(rows, num_columns, line=0.135, row=0.65, sharex=True)
+    drawn, axes = theme.panels(rows, num_columns, line=0.135, row=0.8, sharex=True)
+    drawn.get_layout_engine().set(wspace=0.06)
     for axis, (title, groups), height in zip(axes.flat, found, np.repeat(rows, num_columns), strict=False):
         axis.set_title(title, fontweight="bold")
         axis.axvline(1.0, color=theme.colour("ink"), linewidth=0.9, zorder=1)
@@ -96,6 +97,7 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
             at += 0.6
     theme.named_lines(axis, names, height)
     axis.tick_params(axis="x", labelbottom=True)
+    axis.set_xlabel("speed-up over unfused, log scale", fontsize=7.5)
     axis.grid(axis="x")
 
 
@@ -271,7 +273,8 @@ def time_parts(frame: pd.DataFrame) -> Any:
                 names[at], longest = str(name), max(longest, left, ends)
                 # To the right of the bar and of the bound.
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
-                axis.text(max(left, ends) + 2, at, f"{milliseconds(ms)} ms", **style)
+                style |= {"xytext": (3.5, 0), "textcoords": "offset points"}
+                axis.annotate(f"{milliseconds(ms)} ms", (max(left, ends), at), **style)
             at += 1.6
         theme.named_lines(axis, names, height)
         axis.set(title=title, xlabel="% of unfused")

@@ -21,6 +21,8 @@ from .store import Measurement
 
 # Rows keep six digits, so times that differ by less are equal.
 _EQUAL = 1e-6
+# Largest interquartile range over median that counts as quiet.
+NOISY = 0.2
 
 
 @dataclass(frozen=True)
@@ -93,3 +95,13 @@ def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
         found = stats.ttest_ind(a, b, equal_var=False, trim=0.2).confidence_interval(confidence)
     # The interval is that of trimmed means. Widen it to contain the ratio of medians.
     return Interval(middle, min(middle, math.exp(found.low)), max(middle, math.exp(min(700.0, found.high))))
+
+
+def noisy(spreads: Sequence[float]) -> str:
+    """Return a warning if half of the interquartile ranges over medians exceed `NOISY`, or ""."""
+    if not spreads or (middle := float(np.median(spreads))) <= NOISY:
+        return ""
+    return (
+        f"Careful, the machine did something else too: half of the times vary by {middle:.0%} or more from quartile to "
+        f"quartile (the limit is {NOISY:.0%}). Measure again when it is quiet, or longer with --seconds."
+    )

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from fusedtp import cost
@@ -21,6 +22,7 @@ from fusedtp.files import replace
 from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
+from .intervals import measured, noisy
 from .machine import slug
 from .store import PASSED, Measurement
 
@@ -79,6 +81,10 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
             console.print(", ".join(str(value) for value in row.values()), style="red")
     for line in [*lines, *tables.verdict(frame)]:
         console.print(line)
+    rounds = [each.rounds_ms for each in map(measured, rows) if each is not None and each.rounds_ms]
+    quartiles = [np.quantile(each, (0.25, 0.5, 0.75)) for each in rounds]
+    if warning := noisy([(high - low) / middle for low, middle, high in quartiles]):
+        console.print(warning, style="bold yellow")
 
 
 def picture(rows: Sequence[Measurement], path: Path) -> bool:

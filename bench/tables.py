@@ -281,17 +281,18 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
         lines.append(f"{gain}, no difference in the others (95 % intervals).")
         # A case without a significant difference may have any median.
-        sure = [row for row in rows if row["low"] > 1] or rows
-        most, least = max(sure, key=lambda row: row["speedup"]), min(rows, key=lambda row: row["speedup"])
-        lines.append(f"Most {_ratio(most)}{f'; least {_ratio(least)}' if len(rows) > 1 else ''}.")
+        most = max([row for row in rows if row["low"] > 1] or rows, key=lambda row: row["speedup"])
+        least = min([row for row in rows if row["high"] < 1] or rows, key=lambda row: row["speedup"])
+        lines.append(f"Largest speed-up: {_ratio(most)}{f'; smallest: {_ratio(least)}' if len(rows) > 1 else ''}.")
     # Strip the op and dtype of the case from the end of the reason.
     taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
     of = Counter(path.partition(": ")[0] for path in taken)
     for schedule, count in of.most_common():
         reasons = Counter(path.partition(": ")[2] for path in taken if path.startswith(f"{schedule}: "))
-        reason, often = reasons.most_common(1)[0]
-        told = f"; in {often} of them" if len(reasons) > 1 else ""
-        lines.append(f"auto takes {schedule} in {count} of {len(taken)} cases{told}: {reason}.")
+        told = [f"- in {often}, {reason}." for reason, often in reasons.most_common(3)]
+        more = [f"- other reasons: {len(reasons) - 3}."] if len(reasons) > 3 else []
+        first = f"auto takes {schedule} in {count} of {len(taken)} cases:"
+        lines += [first, *told, *more] if len(reasons) > 1 else [f"{first} {next(iter(reasons))}."]
     lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
     alone = timed(frame)["world_size"] == 1
     return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]

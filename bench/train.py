@@ -223,6 +223,7 @@ def picture(curves: dict[str, list[float]], path: Path) -> None:
             short = f", to step {len(losses)}: interpreted, slow" if len(losses) < len(curves[reference]) else ""
             left.plot(range(1, len(losses) + 1), losses, label=f"{name}{short}", color=colour, linewidth=width)
         left.set(xlabel="step", ylabel="loss", title="Training loss")
+        left.xaxis.get_major_locator().set_params(integer=True)
         right.set_axis_off()
         middle = {"transform": right.transAxes, "ha": "center"}
         right.text(0.5, 0.5, f"{farthest(curves):.0e}".replace("e-0", "e-"), fontsize=26, va="bottom", **middle)

@@ -388,7 +388,7 @@ def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> No
 
 
 def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
-    """The most is not that of a noisy case; the least may be, and says so."""
+    """The largest is not that of a noisy case; the smallest may be, and says so, if no case is slower for sure."""
     found = []
     for size, p20, median, p80 in (
         (512, 0.49, 0.5, 0.51),
@@ -400,7 +400,14 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
         found += [make_row(M=size, variant="decomposed", median_ms=median, p20_ms=p20, p80_ms=p80)]
     gain, ends = tables.verdict(frame_of(found))
     assert gain.startswith("Gain: decomposed is faster than unfused in 2 of 4 cases, slower in 0")
-    assert re.match(r"Most 2\.00x \(.* at .*512 x 1024.*; least 0\.91x \(.*, no difference\) at .*4096 x 1024", ends)
+    most = r"Largest speed-up: 2\.00x \(.* at .*512 x 1024.*; smallest: "
+    assert re.match(most + r"0\.91x \(.*, no difference\) at .*4096 x 1024", ends)
+    found += [replace(found[0], M=8192)]
+    found += [make_row(M=8192, variant="decomposed", median_ms=1.05, p20_ms=1.04, p80_ms=1.06)]
+    assert re.match(most + r"0\.95x \([\d. to]*\) at .*8192 x 1024", tables.verdict(frame_of(found))[1])
+    found += [replace(row, variant="auto", path=f"fused: {row.M}") for row in found if row.variant == "decomposed"]
+    assert tables.verdict(frame_of(found))[2:4] == ["auto takes fused in 5 of 5 cases:", "- in 1, 512."]
+    assert tables.verdict(frame_of(found))[5:] == ["- in 1, 2048.", "- other reasons: 2."]
 
 
 def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:

@@ -230,6 +230,8 @@ def test_the_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--kernels"], {cli_tune.TINY}, 0, "2 of 3 sizes were not reached"),
         (["--kernels", *SHAPES, "--world-size", "2"], {(24, 20, 16), (48, 20, 16)}, 0, "nothing is kept"),
         (["--model", "llama3-8b"], set(), 2, "are for --kernels"),
+        (["--kernels", "--model", "llama3-8b"], set(), 2, "leave --model out"),
+        (["--kernels", "--shape", "129,128,128"], set(), 2, "a product M x N x K of at most 2097152"),
     ):
         asked.clear()
         assert said in folded(command("tune", *given, "--out", out, code=code))
