@@ -97,8 +97,8 @@ def decode_table(frame: pd.DataFrame) -> str:
     lines += [
         "",
         "Linear, all-reduce, residual and RMSNorm of few tokens, forward, 8 calls in a row, host time included: "
-        f"speed-ups of medians, geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; {first['dtype']}, {first.cpu} "
-        f"({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. torch: F.linear, gloo's all_reduce, "
-        "+=, F.rms_norm. The last column is the most that could be gained.",
+        f"speed-ups of medians, geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; "
+        f"{first['dtype']}, {first.cpu} ({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. "
+        "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is the most that could be gained.",
     ]
     return "\n".join(lines)
