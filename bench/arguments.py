@@ -31,10 +31,16 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 256
 
 
+class _Trimmed(Console):
+    def _render_buffer(self, buffer: Any) -> str:
+        # rich pads lines with blanks, which files and pipes do not need.
+        return re.sub(" +\n", "\n", super()._render_buffer(buffer))
+
+
 def console() -> Console:
     """Return a console as wide as the terminal, or COLUMNS, that prints text unchanged: [bold] is six letters."""
     # Text from files may look like markup, and must not be read as such.
-    return Console(markup=False, emoji=False, highlight=False)
+    return _Trimmed(markup=False, emoji=False, highlight=False)
 
 
 @contextlib.contextmanager
@@ -133,6 +139,8 @@ def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
                 raise typer.BadParameter(f"{what} must double upwards, got {text!r}")
             while last and 0 < 2 * found[-1] <= int(last):
                 found.append(2 * found[-1])
+            if last and found[-1] != int(last):
+                raise typer.BadParameter(f"{what} {part}: {first} doubled again and again is never {last}")
     except ValueError:
         raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
     if min(found) < 1:
