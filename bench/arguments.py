@@ -135,6 +135,8 @@ def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
                 raise typer.BadParameter(f"{what} must double upwards, got {text!r}")
             while last and 0 < 2 * found[-1] <= int(last):
                 found.append(2 * found[-1])
+            if last and found[-1] != int(last):
+                raise typer.BadParameter(f"{what} {part}: {first} doubled again and again is never {last}")
     except ValueError:
         raise typer.BadParameter(f"{what} must be integers, got {text!r}") from None
     if min(found) < 1:

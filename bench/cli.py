@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
 
@@ -17,7 +18,26 @@ if TYPE_CHECKING:
     from .jobs import Job
     from .store import Measurement
 
+
+class Folding(TyperGroup):
+    """Commands whose errors are folded at the console's width."""
+
+    def invoke(self, ctx: Any) -> Any:
+        # The base is click's UsageError, or that of a typer with a click of its own.
+        usage_error: Any = typer.BadParameter.__base__
+        try:
+            return super().invoke(ctx)
+        except usage_error as error:
+            width, text = arguments.console().width, f"Error: {error.format_message()}"
+            # A notation's error points at a character in its next line.
+            if "\n" not in text:
+                folded = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+                error.format_message = lambda: folded.removeprefix("Error: ")
+            raise
+
+
 app = typer.Typer(
+    cls=Folding,
     help="Tensor-parallel matmuls fused with their collectives: measure them on this machine.",
     epilog="On a machine with a GPU, `python -P -m fusedtp.bench.gpu` checks and times the kernels in ten minutes.",
     no_args_is_help=True, **arguments.PLAIN,

@@ -44,11 +44,9 @@ def plan(
             styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
             _show(model, styles, world_size)
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
-        typer.echo(f"{error}", err=True)
-        raise typer.Exit(2) from error
+        raise typer.BadParameter(f"{error}") from error
     except Exception as error:
-        typer.echo(f"{config}: no plan can be made of it: {_in_short(error)}", err=True)
-        raise typer.Exit(2) from error
+        raise typer.BadParameter(f"{config}: no plan can be made of it: {_in_short(error)}") from error
     for note in notes:
         typer.echo(note, err=True)
 
@@ -66,14 +64,15 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
     is_path = config.endswith(".json") or config.count("/") > 1 or config.startswith((".", "/", "~"))
     if is_path and not Path(config).exists():
         raise FileNotFoundError(f"there is no such file or folder: {config}")
-    given = _read(Path(config)) if Path(config).exists() else {}
+    is_file = Path(config).exists()
+    given, online = _read(Path(config)) if is_file else {}, not is_file and _reaches_hub()
     auto: Any = AutoModelForCausalLM
     # transformers warns about running a model, which nothing here does.
     said: Any = logging_
     said.set_verbosity_error()
     try:
         # By default transformers asks the user whether to run code beside the file.
-        known = AutoConfig.from_pretrained(config, trust_remote_code=False)
+        known = AutoConfig.from_pretrained(config, trust_remote_code=False, local_files_only=not online)
         with torch.device("meta"):
             model: nn.Module = auto.from_config(known, trust_remote_code=False)
     except Exception as error:
@@ -81,10 +80,22 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
             raise ValueError(
                 f"{config}: its model is made by code of its own (auto_map), which is never run"
             ) from error
+        if not (is_file or online) and isinstance(error, OSError):
+            raise ValueError(f"{config}: cannot reach the hub, and its cache has none: give a config.json") from error
         named = [name for name, value in given.items() if isinstance(error, KeyError) and value == error.args[0]]
         about = f"{named[0]}: " if named else ""
         raise ValueError(f"{config}: transformers makes no model of it: {about}{_in_short(error)}") from error
     return model, _notes(given, known)
+
+
+def _reaches_hub() -> bool:
+    # Ask once: huggingface_hub would try six times. A model in its cache needs no hub.
+    from huggingface_hub import constants, get_session
+
+    with contextlib.suppress(Exception):
+        get_session().head(constants.ENDPOINT, timeout=10)
+        return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:

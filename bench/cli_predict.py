@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import partial
 from itertools import product
@@ -25,16 +26,24 @@ if TYPE_CHECKING:
 def hardware_of(name: str, world_size: int) -> Hardware:
     """Return the hardware of a name in the table. `here` is this machine as `fusedtp tune` measured it."""
     from fusedtp.calls import tuning
-    from fusedtp.cost.hardware import find, of_gpu
+    from fusedtp.cost.hardware import HARDWARE, find, of_gpu
 
-    if name != "here":
+    if name.lower() in HARDWARE:
         return find(name)
+    if name != "here":
+        raise typer.BadParameter(f"--hardware must be among here, {', '.join(HARDWARE)}, got {name!r}")
     table, _, ignored = tuning.load()
     machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
     if machine is None:
         what = "this machine's rates were not measured: run `fusedtp tune` first, with float32 among its dtypes"
         raise ValueError(ignored or what)
     return machine
+
+
+def refused(error: Exception) -> typer.BadParameter:
+    """Return an error of the library with options in place of the names of arguments."""
+    names = "(^|: give |, or | and | need )(sizes|mesh|dtype|hardware|algorithm|[a-z_]+_us|gather_dim|data_parallel)\\b"
+    return typer.BadParameter(re.sub(names, lambda found: f"{found[1]}--{found[2].replace('_', '-')}", str(error)))
 
 
 def predict(
@@ -95,10 +104,9 @@ def predict(
             for M, N, K in sizes
         ]  # fmt: skip
     except ValueError as error:
-        typer.echo(f"{error}", err=True)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     of_each = [size for _ in ranks for size in sizes]
-    table = table_of(predictions, of_each)
+    table = table_of(predictions, of_each, in_us=csv)
     if csv:
         typer.echo(table.cells.rename(columns=lambda name: name.replace("\n", " ")).to_csv(index=False), nl=False)
         return
@@ -108,13 +116,14 @@ def predict(
     console.print(verdict(predictions, of_each))
 
 
-def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> CellTable:
-    """Return the predictions as a table, a line each."""
+def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]], in_us: bool) -> CellTable:
+    """Return the predictions as a table, a line each; without `in_us`, in ms if `unfused` takes over 100 ms."""
     from fusedtp.schedules import NAMES
 
     from .tables import SIZE, CellTable
 
     first, lines = predictions[0], []
+    unit, per_us = ("us", 1.0) if in_us or max(each.unfused_us for each in predictions) <= 1e5 else ("ms", 1e-3)
     for each, size in zip(predictions, sizes, strict=True):
         times = {name: getattr(each, f"{name}_us") for name in reversed(NAMES)}
         times["bound"] = each.bound_us
@@ -124,36 +133,40 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
             parts |= {"network": each.network_us, "exposed": each.network_exposed_us}
         lines.append({
             SIZE: " x ".join(map(str, size)), "ranks": each.work.num_ranks,
-            **{f"{name}\nus": time for name, time in times.items()}, "fastest": each.winner, "speed-up": each.speedup,
+            **{f"{name}\n{unit}": time and time * per_us for name, time in times.items()},
+            "fastest": each.winner, "speed-up": each.speedup,
             "by": each.algorithm if each.work.kind == "all_reduce" else None,
-            **{f"{name}\nus": time for name, time in parts.items()}, "hidden": each.efficiency(each.winner),
-            "sent\nMB": each.sent_bytes / 1e6, "GFLOP": each.flops / 1e9,
+            **{f"{name}\n{unit}": time and time * per_us for name, time in parts.items()},
+            "hidden": each.efficiency(each.winner), "sent\nMB": each.sent_bytes / 1e6, "GFLOP": each.flops / 1e9,
         })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}"
-    return CellTable.of(
-        "predictions",
-        title,
-        lines,
-        optional=("GFLOP", "sent\nMB", "MB", "hidden", "exposed", "cast", "comm", "matmul", "network", "by"),
-    )
+    # With replicas, the network's columns are what was asked for.
+    optional = ("GFLOP", "MB", "hidden", "cast", "comm", "matmul", "by") + ("bound", "fastest") * bool(first.network_us)
+    return CellTable.of("predictions", title, lines, optional=optional)
 
 
 def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> str:
     """Return what the predictions mean, in a sentence."""
+    from fusedtp.calls.tuning import MODEL_ERROR
+
     best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
     means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
     if any(each.best_us < each.bound_us for each in predictions):
         means += ": fused and decomposed send by themselves and can take less"
     if best.winner == "unfused":
         return f"No gain: unfused is the fastest everywhere ({means})."
-    num_gain = sum(each.winner != "unfused" for each in predictions)
+    num_gain = sum(each.speedup > MODEL_ERROR for each in predictions)
+    num_close = sum(each.winner != "unfused" for each in predictions) - num_gain
+    if num_close:
+        means = f"up to {MODEL_ERROR}x is too close to call: {num_close} of {len(predictions)}; {means}"
+    gain = f"Gain in {num_gain} of {len(predictions)}" if num_gain else "Too close to call"
     where = f"at {' x '.join(map(str, size))} on {best.work.num_ranks} ranks"
-    return f"Gain in {num_gain} of {len(predictions)}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
+    return f"{gain}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
 
 
 def show_hardware(console: Console) -> None:
-    """Print every machine's numbers, those of all machines once, then the sources, each once, and the ops."""
-    from fusedtp.cost.hardware import HARDWARE, NUMBERS
+    """Print the ops, what the numbers mean, every machine's, those of all machines once, and each source once."""
+    from fusedtp.cost.hardware import HARDWARE, NUMBERS, Hardware
     from fusedtp.cost.model import OPS
 
     # Do not break an address, however long.
@@ -170,6 +183,11 @@ def show_hardware(console: Console) -> None:
         console.print(title, style="bold")
         typer.echo(wrapped("    " + ", ".join(f"{name} {value}" for name, value in values.items())))
 
+    typer.echo(wrapped(f"ops: {', '.join(OPS)}"))
+    console.print("gbps: GB/s (1e9 bytes) one way. tflops: TFLOP/s, dense. us: microseconds", style="bold")
+    for text in (Hardware.__doc__ or "").replace("`", "").split("\n    - ")[1:]:
+        if text.split(":")[0].split(",")[0] in NUMBERS:
+            typer.echo(wrapped(f"    {' '.join(text.split())}"))
     sources: dict[tuple[str, str], list[str]] = {}
     for machine in HARDWARE.values():
         show(f"{machine.name}: {machine.title}", machine, [name for name in NUMBERS if name not in shared])
@@ -183,7 +201,6 @@ def show_hardware(console: Console) -> None:
             of.setdefault((source, "all" if len(machines) == len(HARDWARE) else ", ".join(machines)), []).append(name)
     for (source, whose), names in of.items():
         typer.echo(wrapped(f"{whose}: {', '.join(names)}: {source}"))
-    console.print(f"ops: {', '.join(OPS)}")
 
 
 def explain(
@@ -216,6 +233,5 @@ def explain(
         meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)
         found = describe(spec, sizes=lengths, mesh=ranks, dtype=meant, hardware=hardware)
     except (ValueError, TypeError) as error:
-        typer.echo(f"{error}", err=True)
-        raise typer.Exit(2) from error
+        raise refused(error) from error
     typer.echo(str(found))

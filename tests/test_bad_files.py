@@ -39,7 +39,7 @@ PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
     ("length is a flag", SPEC, {"sizes": {**SIZES, "N": True}}, TypeError, "sizes['N'] must be an int, got True"),
     ("length is negative", SPEC, {"sizes": {**SIZES, "M": -8}}, ValueError, "sizes['M'] must be 0 or more and below"),
     ("length is huge", SPEC, {"sizes": {**SIZES, "M": 2**64}}, ValueError, f"below 2**63, got {2**64}"),
-    ("a length is missing", SPEC, {"sizes": {"M": 8}}, ValueError, "the length of M, K, N, got {'M': 8}"),
+    ("a length is missing", SPEC, {"sizes": {"M": 8}}, ValueError, "the length of M, K, N, got M=8"),
     ("sizes are a list", SPEC, {"sizes": [8, 6, 5]}, TypeError, "sizes must map names to numbers, got [8, 6, 5]"),
     ("mesh is a number", SPEC, {"mesh": 8}, TypeError, "mesh must map names to numbers, got 8"),
     ("mesh has no rank", SPEC, {"mesh": {"X": 0}}, ValueError, "mesh['X'] must be 1 or more and below 2**63, got 0"),
@@ -108,12 +108,13 @@ OPTIONS: list[tuple[str, str]] = [
     ("report /dev/zero", "/dev/zero is not a regular file"),
     ("compare FILE FILE", "FILE is not a CSV file of results"),
     ("predict matmul", "op must be one of"),
+    ("predict all_gather --m 512:1000", "--m 512:1000: 512 doubled again and again is never 1000"),
     ("predict all_gather --world-size 0", "--world-size must be positive"),
-    ("predict all_gather --hardware abacus", "hardware must be one of"),
+    ("predict all_gather --hardware abacus", "--hardware must be among here, a100"),
     ("explain", "give a notation string or a named layer, or --table"),
     ("explain FSDP --table", "give a notation string or a named layer, or --table"),
     ("explain fsdp", "no layer is named 'fsdp'"),
-    ("explain FSDP --sizes M=8,K=4,N=4", "sizes and mesh go together"),
+    ("explain FSDP --sizes M=8", "--sizes and --mesh go together: give --mesh too, such as X=2"),
     ("explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2", "--sizes must have each name once, got M twice"),
     ("explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9"),
     ("explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0"),
@@ -129,7 +130,8 @@ def test_bad_option(line: str, text: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delattr(RankPool, "_started")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text("text\n")
-    said = command(*[part.strip("'") for part in line.split(" ")], code=2)
+    said = command(*[part.strip("'") for part in line.split(" ")], code=2, columns=80)
+    assert max(map(len, said.splitlines())) <= 80
     # The message is in a frame, wrapped to the frame's width, so only spaces differ.
     assert "".join(text.split()) in folded(said).replace(" ", "")
     # A sweep makes its folder first, and leaves the folder empty.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -353,13 +354,15 @@ def test_command() -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.split("\n")
     assert lines[0].startswith("predicted, not measured: all_gather_matmul")
-    numbers = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    numbers = [line.split() for line in lines if re.match(r"\d+ x \d+ x \d+ +\d", line)]
     assert [(row[0], row[5]) for row in numbers] == [(m, w) for w in ("2", "8") for m in ("1024", "2048", "4096")]
     found = cost.predict("all_gather_matmul", M=4096, N=28672, K=8192, world_size=8, hardware="h100")
     assert numbers[-1][6] == f"{found.unfused_us:.1f}"
     assert "assumed" in result.output
     listed = invoke("--list").output
     assert all(f"{machine.name}: {machine.title}" in listed for machine in HARDWARE.values())
+    meanings = listed.partition("a100:")[0]
+    assert all(re.search(rf"\b{name}[:,]", meanings) for name in NUMBERS)
     assert listed.count("arxiv.org/abs/2507.03114") == 1
     below = invoke("matmul_all_reduce", "--m", "64", "--order", "any").output
     assert "send by themselves and can take less" in " ".join(below.split())
@@ -374,7 +377,8 @@ def test_command() -> None:
         ((), "give an op"),
         (("all_gather", "--m", "8:x"), "must be integers"),
         (("all_gather", "--m", "8:4"), "must double upwards"),
-        (("all_gather", "--hardware", "abacus"), "hardware must be one of"),
+        (("all_gather", "--hardware", "abacus"), "--hardware must be among here"),
+        (("all_gather_matmul", "--gather-dim", "2"), "--gather-dim must be"),
         (("all_gather_matmul", "--m", "1,2", "--matmul-us", "3"), "one size"),
     ],
 )

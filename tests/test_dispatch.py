@@ -121,7 +121,7 @@ def test_ranks_with_different_tables_agree(pool: RankPool, tmp_path: Path) -> No
 # A fault of rank 0's table, and its message.
 FAULTS = {
     "bad": "not a table",
-    "foreign": "measured with torch '1.0', here ",
+    "foreign": "measured with torch 1.0, here ",
     "~nosuchuser/x": "FUSEDTP_TUNING is '~nosuchuser/x'",
     "400 digits": "samples[3].ms.unfused must be a number from",
     "slower than time": "rates.2.host_us must be a number",

@@ -96,7 +96,7 @@ MALFORMED = [
     ("content", "told"),
     [
         *((content, "fusedtp tune") for content in MALFORMED),
-        *((text(machine=tuning.identity() | {name: "other"}), f"measured with {name} 'other', here ")
+        *((text(machine=tuning.identity() | {name: "other"}), f"measured with {name} other, here ")
           for name in ("cpu", "cores", "gpu", "num_gpus", "torch", "triton")),
     ],
 )  # fmt: skip

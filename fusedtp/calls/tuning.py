@@ -45,7 +45,7 @@ FORMAT = 1
 MAX_BYTES = 1 << 20
 ENVIRONMENT = "FUSEDTP_TUNING"
 # Smallest ratio of two predictions that tells which schedule is faster. tests/test_cost.py has the model's errors.
-_MODEL_ERROR = 1.1
+MODEL_ERROR = 1.1
 # Lower bound of times, also for an op on empty tensors on a machine without latencies.
 _LEAST_US = 1e-6
 _RATES = ("memory_gbps", "collective_gbps")
@@ -314,12 +314,17 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
         return None, "", f"{target} is ignored, {why}: run `fusedtp tune` again"
     here = identity()
     if other := [
-        f"{name} {table.machine.get(name)!r}, here {here[name]!r}"
+        f"{name} {_plain(table.machine[name])}, here {_plain(here[name])}" if name in table.machine else f"no {name}"
         for name in here
         if table.machine.get(name) != here[name]
     ]:
         return None, "", f"{target} is ignored, measured with {'; '.join(other)}: run `fusedtp tune` again"
     return table, text, ""
+
+
+def _plain(value: object) -> str:
+    # Without quotes, but with the escapes of `repr`: the file may have any text.
+    return repr(value).strip("'\"") or "none"
 
 
 def share(op: str, dtype: str, world_size: int, rows: int, cols: int, third: int | None = None) -> Work:
@@ -367,7 +372,7 @@ def decide(
         usual, _ = _predicted(gpu, op, dtype, world_size, rows, cols, allowed, switch)
     are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
     # Noise at the measured size is noise here too, unless the model predicts a larger difference than its error.
-    if are_alike and times[usual] / times[best] <= max(_MODEL_ERROR, measured[usual] / measured[best]):
+    if are_alike and times[usual] / times[best] <= max(MODEL_ERROR, measured[usual] / measured[best]):
         noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
         return usual, f"as without a measurement: {noise} at {where}"
     if are_alike:
@@ -386,7 +391,7 @@ def _predicted(
     times = {name: time for name, time in estimate(op, work, gpu).times.items() if name in allowed}
     best = min(times, key=lambda name: times[name])
     # If predictions differ by less than the model's error, `fused` runs: a graph can capture it.
-    if times.get("fused", float("inf")) <= _MODEL_ERROR * times[best]:
+    if times.get("fused", float("inf")) <= MODEL_ERROR * times[best]:
         best = "fused"
     return best, times
 

@@ -25,6 +25,8 @@ class Hardware:
     """One kind of accelerator, the domain whose members reach each other's memory, and the network between domains.
 
     - `link_gbps`: to all peers together. `peer_gbps`: to one peer, as a small group uses only some links.
+    - `memory_gbps`: read and written together. `network_gbps`: a GPU's, to other domains.
+    - `matrix_tflops`: of matmuls, by dtype. `num_sms`: multiprocessors. `domain_size`: GPUs of a domain.
     - `matrix_fraction`: a large library matmul's part of the rate. `kernel_fraction`: our kernel's part of that.
     - `reduce_fraction`: a kernel's part of the memory bandwidth if it only adds or scales.
     - `copy_fraction`, `store_fraction`: part of the link that the copy engine reaches, and a kernel's stores.
@@ -32,9 +34,12 @@ class Hardware:
       with long messages, short ones, and sums in the switch (None if it cannot).
     - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
       through the switch, and with both at once.
-    - `overlap_slowdown`: a matmul's extra time beside arriving data.
+    - `overlap_slowdown`: a matmul's extra time beside arriving data, as a fraction.
+    - `collective_start_us`, `switch_start_us`: start of a library's collective, and more for one in the switch.
+    - `ll_hop_us`, `ll128_hop_us`, `simple_hop_us`: from one rank to the next, by NCCL's protocol.
+    - `copy_start_us`, `network_start_us`: start of a copy engine's copy, and of a message between domains.
     - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program continues.
-    - `launch_us`: a kernel after another; with `in_place` the host's cost of an op. `lone_us`: a kernel timed alone.
+    - `launch_us`: a kernel after another; on a CPU, the host's cost of an op. `lone_us`: a kernel timed alone.
     - `chunk_us`: the host's time to issue a chunk of a matmul with its copy, its signal and its wait.
     - `in_place`: whether ranks are processes on one CPU that read each other's memory in place.
     - `widens_float8`: whether the library widens float8 despite units for it: torch's scaled matmul is not used here.
@@ -86,8 +91,8 @@ class Hardware:
     def rate(self, dtype: str) -> float:
         """Return the FLOPs per microsecond of a large library matmul; ValueError for a dtype without a rate."""
         if dtype not in self.matrix_tflops:
-            known = ", ".join(self.matrix_tflops)
-            raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give one of {known}, or matmul_us")
+            known = " or ".join(self.matrix_tflops)
+            raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give dtype {known}, or matmul_us")
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
 
     def multiplied(self, dtype: str) -> str:

@@ -232,17 +232,22 @@ def measure(
     if sizes is None and mesh is None:
         return None
     if sizes is None or mesh is None:
-        raise ValueError(f"sizes and mesh go together: got sizes={sizes}, mesh={mesh}")
+        missing_one = "mesh too, such as X=2" if mesh is None else "sizes too, such as M=8192"
+        raise ValueError(f"sizes and mesh go together: give {missing_one}")
     for name, given in (("sizes", sizes), ("mesh", mesh)):
         if not isinstance(given, Mapping):
             raise TypeError(f"{name} must map names to numbers, got {given!r}")
     if set(sizes) != set(spec.dim_names):
-        raise ValueError(f"sizes must give the length of {', '.join(spec.dim_names)}, got {dict(sizes)}")
+        raise ValueError(f"sizes must give the length of {', '.join(spec.dim_names)}, got {_listed(sizes)}")
     if missing := [axis for axis in spec.mesh_axes if axis not in mesh]:
-        raise ValueError(f"mesh has no axis {', '.join(missing)}, which {spec} needs: got {dict(mesh)}")
+        raise ValueError(f"mesh has no axis {', '.join(missing)}, which {spec} needs: got {_listed(mesh)}")
     sizes = {name: check_count(f"sizes[{name!r}]", length) for name, length in sizes.items()}
     mesh = {axis: check_count(f"mesh[{axis!r}]", mesh[axis], least=1) for axis in spec.mesh_axes}
     return Sizes.of(sizes, mesh, ITEMSIZE[known], start_bytes, ITEMSIZE[made_of(known)])
+
+
+def _listed(given: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={number}" for name, number in given.items()) or "none"
 
 
 @lru_cache(maxsize=4096)
