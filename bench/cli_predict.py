@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from functools import partial
 from itertools import product
@@ -38,12 +37,6 @@ def hardware_of(name: str, world_size: int) -> Hardware:
         what = "this machine's rates were not measured: run `fusedtp tune` first, with float32 among its dtypes"
         raise ValueError(ignored or what)
     return machine
-
-
-def refused(error: Exception) -> typer.BadParameter:
-    """Return an error of the library with options in place of the names of arguments."""
-    names = "(^|: give |, or | and | need )(sizes|mesh|dtype|hardware|algorithm|[a-z_]+_us|gather_dim|data_parallel)\\b"
-    return typer.BadParameter(re.sub(names, lambda found: f"{found[1]}--{found[2].replace('_', '-')}", str(error)))
 
 
 def predict(
@@ -104,7 +97,7 @@ def predict(
             for M, N, K in sizes
         ]  # fmt: skip
     except ValueError as error:
-        raise refused(error) from error
+        raise typer.BadParameter(f"{error}") from error
     of_each = [size for _ in ranks for size in sizes]
     table = table_of(predictions, of_each, in_us=csv)
     if csv:
@@ -233,5 +226,5 @@ def explain(
         meant = arguments.dtype(dtype, OCP if hardware is None else find(hardware).float8)
         found = describe(spec, sizes=lengths, mesh=ranks, dtype=meant, hardware=hardware)
     except (ValueError, TypeError) as error:
-        raise refused(error) from error
+        raise typer.BadParameter(f"{error}") from error
     typer.echo(str(found))

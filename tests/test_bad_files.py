@@ -114,7 +114,7 @@ OPTIONS: list[tuple[str, str]] = [
     ("explain", "give a notation string or a named layer, or --table"),
     ("explain FSDP --table", "give a notation string or a named layer, or --table"),
     ("explain fsdp", "no layer is named 'fsdp'"),
-    ("explain FSDP --sizes M=8", "--sizes and --mesh go together: give --mesh too, such as X=2"),
+    ("explain FSDP --sizes M=8", "sizes and mesh go together: give mesh too, such as X=2"),
     ("explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2", "--sizes must have each name once, got M twice"),
     ("explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9"),
     ("explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0"),

@@ -378,7 +378,7 @@ def test_command() -> None:
         (("all_gather", "--m", "8:x"), "must be integers"),
         (("all_gather", "--m", "8:4"), "must double upwards"),
         (("all_gather", "--hardware", "abacus"), "--hardware must be among here"),
-        (("all_gather_matmul", "--gather-dim", "2"), "--gather-dim must be"),
+        (("all_gather_matmul", "--gather-dim", "2"), "gather_dim must be"),
         (("all_gather_matmul", "--m", "1,2", "--matmul-us", "3"), "one size"),
     ],
 )
