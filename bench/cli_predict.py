@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,6 +62,9 @@ def predict(
         str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")
     ] = "rank",
     csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV, with all columns.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw time over M, and the speed-up by M and ranks, as this PNG.")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule.
@@ -100,6 +104,8 @@ def predict(
         raise typer.BadParameter(f"{error}") from error
     of_each = [size for _ in ranks for size in sizes]
     table = table_of(predictions, of_each, in_us=csv)
+    if picture is not None:
+        draw(predictions, of_each, picture)
     if csv:
         typer.echo(table.cells.rename(columns=lambda name: name.replace("\n", " ")).to_csv(index=False), nl=False)
         return
@@ -107,6 +113,27 @@ def predict(
     for text in list(dict.fromkeys(text for each in predictions for text in each.assumptions))[1:]:
         console.print(f"- {text}")
     console.print(verdict(predictions, of_each))
+    if picture is not None:
+        console.print(f"picture: {picture}", soft_wrap=True)
+
+
+def draw(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]], path: Path) -> None:
+    """Save the picture of predictions."""
+    import pandas as pd
+
+    from fusedtp.calls.tuning import MODEL_ERROR
+
+    from . import figures, theme
+
+    lines = [
+        {"M": M, "N": N, "K": K, "ranks": each.work.num_ranks, "unfused_us": each.unfused_us, "best_us": each.best_us,
+         "bound_us": each.bound_us}
+        for each, (M, N, K) in zip(predictions, sizes, strict=True)
+    ]  # fmt: skip
+    first = predictions[0]
+    title = f"{first.op}, {first.work.dtype}, {first.hardware}, predicted"
+    with theme.style():
+        theme.save(figures.predicted(pd.DataFrame(lines), title, MODEL_ERROR), path)
 
 
 def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]], in_us: bool) -> CellTable:

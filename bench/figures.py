@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Sequence
@@ -177,7 +178,6 @@ def speedup_map(frame: pd.DataFrame) -> Any:
     Blue is faster than unfused, orange slower, as far from white as the ratio's logarithm. A ratio whose interval
     contains 1 has a ~, on white.
     """
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Patch
 
     shown = compared(frame)
@@ -185,7 +185,6 @@ def speedup_map(frame: pd.DataFrame) -> Any:
     shown = shown[several.all(axis=1)]
     if shown.empty:
         return None
-    shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
     matmuls, rows = [key for (key,), _ in parts(shown, "matmul")], list(parts(shown, "variant"))
     lines = [members.groupby("matmul", observed=True)["where"].nunique().max() for _, members in rows]
     drawn, axes = theme.panels(lines, len(matmuls), line=0.215, row=0.75)
@@ -196,28 +195,78 @@ def speedup_map(frame: pd.DataFrame) -> Any:
             cells = panel.assign(known=(panel["low"] > 1) | (panel["high"] < 1)).pivot_table(
                 index="where", columns="world_size", values=["speedup", "known"], sort=False
             )
-            axis.spines[:].set_visible(False)
-            axis.tick_params(length=0)
             if cells.empty:
+                axis.spines[:].set_visible(False)
                 theme.not_measured(axis)
                 axis.set(xticks=(), yticks=())
                 continue
             speedups, known = cells["speedup"].sort_index(axis=1), cells["known"].sort_index(axis=1)
-            depth = np.log(speedups).where(known == 1, 0.0).where(speedups.notna())
-            edges = [np.arange(length + 1) - 0.5 for length in reversed(depth.shape)]
-            axis.pcolormesh(*edges, np.ma.masked_invalid(depth), cmap=shades, vmin=-_FULL, vmax=_FULL)
-            for (down, across), speedup in np.ndenumerate(speedups):
-                sure, strong = known.iloc[down, across] == 1, abs(depth.iloc[down, across]) > 0.62 * _FULL
-                text = "-" if np.isnan(speedup) else f"{'' if sure else '~'}{speedup:.2f}"
-                paint = theme.colour("on-bar" if strong else "ink")
-                axis.text(across, down, text, color=paint, ha="center", va="center_baseline", fontsize=7)
-            theme.named_lines(axis, dict(enumerate(speedups.index)), height)
-            axis.set_ylim(height - 0.5, -0.5)
-            axis.set_xticks(range(speedups.shape[1]), list(speedups.columns))
+            _cells(axis, speedups, known.eq(1), height)
     for axis in axes[-1]:
         axis.set_xlabel("ranks")
     handles = {"faster than unfused": _SHADES[2], "slower": _SHADES[0], "~ no difference": _SHADES[1]}
     theme.legend(drawn, {label: Patch(facecolor=shade) for label, shade in handles.items()})
+    return drawn
+
+
+def _cells(axis: Any, speedups: Any, known: Any, height: float) -> None:
+    """Draw a map of speed-ups, a line a row; those that are not `known` to differ from 1 have a ~, on white."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    depth = np.log(speedups).where(known, 0.0).where(speedups.notna())
+    edges = [np.arange(length + 1) - 0.5 for length in reversed(depth.shape)]
+    shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
+    axis.pcolormesh(*edges, np.ma.masked_invalid(depth), cmap=shades, vmin=-_FULL, vmax=_FULL)
+    for (down, across), speedup in np.ndenumerate(speedups):
+        sure, strong = known.iloc[down, across], abs(depth.iloc[down, across]) > 0.62 * _FULL
+        text = "-" if np.isnan(speedup) else f"{'' if sure else '~'}{speedup:.2f}"
+        paint = theme.colour("on-bar" if strong else "ink")
+        axis.text(across, down, text, color=paint, ha="center", va="center_baseline", fontsize=7)
+    theme.named_lines(axis, dict(enumerate(speedups.index)), height)
+    axis.set_ylim(height - 0.5, -0.5)
+    axis.set_xticks(range(speedups.shape[1]), list(speedups.columns))
+
+
+_RANK_COLOURS = ("decomposed", "peer-1", "peer-2", "fused", "auto", "peer-3")
+
+
+def predicted(lines: pd.DataFrame, title: str, least: float) -> Any:
+    """Return the picture of predictions, a row for each N x K: time over M, and a map of speed-ups by M and ranks.
+
+    lines: columns M, N, K, ranks, unfused_us, best_us, bound_us. The map is drawn for several M and ranks; up to
+    `least` a speed-up has a ~.
+    """
+    from matplotlib.lines import Line2D
+
+    groups = list(parts(lines, "N", "K"))
+    has_map = lines["M"].nunique() > 1 and lines["ranks"].nunique() > 1
+    drawn, axes = theme.panels([10] * len(groups), 1 + has_map, line=0.24, row=0.5)
+    colours = dict(zip(sorted(set(lines["ranks"])), itertools.cycle(_RANK_COLOURS), strict=False))
+    styles: dict[str, tuple[str, Any]] = {
+        "unfused_us": ("unfused", "--"), "best_us": ("the fastest", "-"), "bound_us": ("bound", ":")
+    }  # fmt: skip
+    for (left, *right), ((N, K), members) in zip(axes, groups, strict=True):
+        left.set_title(f"N = {N}, K = {K}")
+        for (num_ranks,), line in parts(members.sort_values("M"), "ranks"):
+            for name, (_, dashes) in styles.items():
+                marker = "." if name == "best_us" else ""
+                paint = theme.colour(colours[num_ranks])
+                left.plot(line["M"], line[name], linestyle=dashes, marker=marker, color=paint, linewidth=1.2)
+        theme.log_scale(left, "x")
+        theme.log_scale(left, "y")
+        left.grid()
+        left.set(xlabel="M, rows of all ranks", ylabel="time, us")
+        for axis in right:
+            ratios = members.assign(speedup=members["unfused_us"] / members["best_us"])
+            speedups = ratios.pivot_table(index="M", columns="ranks", values="speedup")
+            _cells(axis, speedups, speedups.gt(least), len(speedups))
+            axis.set_title(f"speed-up over unfused, by M and ranks; ~: up to {least}")
+            axis.set_xlabel("ranks")
+    handles = {ranks(size): Line2D([], [], color=theme.colour(name)) for size, name in colours.items()}
+    handles |= {text: Line2D([], [], linestyle=dashes, color=theme.colour("ink")) for text, dashes in styles.values()}
+    theme.legend(drawn, handles, title=title, alignment="left", ncols=min(7, len(handles)))
     return drawn
 
 

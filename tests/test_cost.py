@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fusedtp import cost
+from fusedtp.bench import theme
 from fusedtp.bench.cli import app
+from fusedtp.calls.tuning import MODEL_ERROR
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu
 from fusedtp.kernels import configs
@@ -368,6 +370,29 @@ def test_command() -> None:
     assert "send by themselves and can take less" in " ".join(below.split())
     given = invoke("all_gather_matmul", "--m", "4096", "--matmul-us", "403", "--kernel-matmul-us", "483")
     assert " 403 " in given.output
+
+
+def test_the_picture_has_every_prediction(tmp_path: Path) -> None:
+    path, drawn = tmp_path / "predict.png", list[Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        save = theme.save
+        patch.setattr(theme, "save", lambda figure, path: (drawn.append(figure), save(figure, path)))
+        said = invoke("all_gather_matmul", "--m", "512:2048", "--world-size", "4,8", "--picture", str(path))
+    assert f"picture: {path}" in said.output
+    assert path.read_bytes().startswith(b"\x89PNG")
+    of = {
+        (M, ranks): cost.predict("all_gather_matmul", M=M, N=28672, K=8192, world_size=ranks)
+        for M in (512, 1024, 2048)
+        for ranks in (4, 8)
+    }
+    left, right = drawn[0].axes
+    want = [
+        [getattr(of[M, ranks], name) for M in (512, 1024, 2048)]
+        for ranks in (4, 8) for name in ("unfused_us", "best_us", "bound_us")
+    ]  # fmt: skip
+    assert [list(line.get_ydata()) for line in left.lines] == want
+    cells = [f"{'' if each.speedup > MODEL_ERROR else '~'}{each.speedup:.2f}" for each in of.values()]
+    assert [text.get_text() for text in right.texts] == cells
 
 
 @pytest.mark.parametrize(
