@@ -182,7 +182,7 @@ def sweep(
     if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
         console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
-    kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
+    kept = f"the rows of what had ended, if any, are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
     steps[0] = steps[0][0], steps[0][1] + START_SECONDS
     with arguments.progress(console, steps, kept) as step:
@@ -215,7 +215,8 @@ def train(
     steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
     fused_steps: Annotated[int, typer.Option(min=1, help="Steps with interpreted kernels.")] = 10,
     order: Annotated[
-        str, typer.Option(help="Order of sums: rank, or tree: the same bits on any number of ranks.")
+        str,
+        typer.Option(help="Order of sums: rank; any; tree (8 leaves) or tree-N: the same bits on any number of ranks."),
     ] = "rank",
     out: Annotated[Path, typer.Option(help="Folder for the curves, one folder a machine.")] = Path("results"),
 ) -> None:

@@ -34,9 +34,13 @@ def hardware_of(name: str, world_size: int) -> Hardware:
         raise typer.BadParameter(f"--hardware must be among here, {', '.join(HARDWARE)}, got {name!r}")
     table, _, ignored = tuning.load()
     machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
-    if machine is None:
-        what = "this machine's rates were not measured: run `fusedtp tune` first, with float32 among its dtypes"
+    if table is None or machine is None:
+        where = tuning.path() or "FUSEDTP_TUNING=off"
+        what = f"{where}: no rates of this machine: run `fusedtp tune` first, with float32 among its dtypes"
         raise ValueError(ignored or what)
+    if machine.in_place and world_size not in table.rates:
+        measured = ", ".join(map(str, table.rates))
+        raise ValueError(f"this machine was measured on {measured} ranks: give --world-size one of these, or tune it")
     return machine
 
 

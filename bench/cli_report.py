@@ -81,7 +81,7 @@ def compare(
         if untimed := [str(path) for path, names in zip((before, after), where, strict=True) if not names]:
             raise typer.BadParameter(f"there is no time to compare in {' and '.join(untimed)}")
         text = f"A was measured on {where[0]}, B on {where[1]}"
-        if not across_machines:
+        if found.changes and not across_machines:
             in_common = comparing.in_common(found)
             raise typer.BadParameter(f"{text}: give --across-machines to compare them all the same. {in_common}")
         console.print("Warning:", style="bold yellow", end=" ")

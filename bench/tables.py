@@ -228,7 +228,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
         several = shared["world_size"] > 1
         ours = {medians[name]: name for name in SCHEDULES if several and name in medians}
         base, alone, best_ms = medians.get(BASELINE), medians.get("matmul"), min(ours, default=None)
-        line["fastest"] = ours[best_ms] if best_ms else None
+        line["fastest\nschedule"] = ours[best_ms] if best_ms else None
         line["speed-up"] = base / best_ms if base and best_ms else None
         line["of matmul"] = alone / best_ms if alone and best_ms else None
         line["speed-up\nauto"] = base / medians["auto"] if several and base and "auto" in medians else None

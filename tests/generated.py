@@ -85,7 +85,7 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
 
 def decode_table(frame: pd.DataFrame) -> str:
     """Return markdown of the decode rows: for ranks and tokens, geometric means of speed-ups over weight sizes."""
-    heads = "ranks", "tokens", "over torch", "over DTensor", "torch without communication, over torch"
+    heads = "ranks", "tokens", "speed-up over torch", "speed-up over DTensor", "at most, over torch"
     lines = [f"| {' | '.join(heads)} |", "|---:|---:|---:|---:|---:|"]
     parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
     for (ranks, tokens), part in parts:
@@ -99,6 +99,6 @@ def decode_table(frame: pd.DataFrame) -> str:
         "Linear, all-reduce, residual and RMSNorm of few tokens, forward, 8 calls in a row, host time included: "
         f"speed-ups of medians, geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; "
         f"{first['dtype']}, {first.cpu} ({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. "
-        "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is the most that could be gained.",
+        "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is torch with nothing sent.",
     ]
     return "\n".join(lines)

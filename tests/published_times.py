@@ -130,7 +130,10 @@ def markdown() -> str:
         rows = list(group)
         columns = list(dict.fromkeys((row.op, row.way) for row in rows))
         lines += [f"{gpus}, {rows[0].dtype}, {source}:", ""]
-        lines += ["| | " + " | ".join(_title(*column) for column in columns) + " |", "|---|" + "---:|" * len(columns)]
+        lines += [
+            "| tokens x columns, bytes, or M x N x K | " + " | ".join(_title(*column) for column in columns) + " |",
+            "|---|" + "---:|" * len(columns),
+        ]
         for size in dict.fromkeys(row.size for row in rows):
             cells = {(row.op, row.way): _cell(row, marks) for row in rows if row.size == size}
             lines.append(f"| {size} | " + " | ".join(cells.get(column, "") for column in columns) + " |")

@@ -153,7 +153,7 @@ def row(op: str, size: tuple[int, int, int, int]) -> list[str]:
 def markdown() -> str:
     rows = [row(op, size) for op, sizes in (("gather", GATHERS), ("scatter", SCATTERS)) for size in sizes]
     lines = [
-        "| op | M x N x K | ranks | bound, us | dealt evenly by 33 pushers, us | now, us | model, us | best / bound |",
+        "| op | M x N x K | ranks | bound, us | simulated before, us | simulated, us | model, us | best / bound |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(cells)} |" for cells in rows),
     ]

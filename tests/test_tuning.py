@@ -332,7 +332,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "matmul_all_reduce" in shown.output
     assert "decomposed" in shown.output
     assert "GFLOP/s each" in shown.output
-    predicted = run(app, ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"])
+    here = ["predict", "all_reduce", "--m", "512", "--dtype", "float32", "--hardware", "here"]
+    assert "this machine was measured on 2 ranks" in " ".join(run(app, here).output.split())
+    predicted = run(app, [*here, "--world-size", "2"])
     assert predicted.exit_code == 0, predicted.output
     assert f"{tuning.identity()['cpu']}, 2 ranks" in predicted.output
     monkeypatch.setattr(tune, "CPU_SHAPES", dict.fromkeys(OPS, ((32, 24, 16),)))
