@@ -225,7 +225,7 @@ def _mark(event: Entry, schedule: str, rank: int, world_size: int) -> Mark:
 _REASONS = {
     "multiply": "multiplying took {own} ms, in unfused {other}: the arithmetic is the same, so chunks multiply more "
     "slowly here than the whole, or the machine was disturbed",
-    "wait": "waiting for the others' chunks took {own} ms",
+    "wait": "waiting for the others' chunks, or for a rank that began later, took {own} ms",
     "sending": "copying took {own} ms, the collective of unfused {other}",
     "add": "adding partial results took {own} ms, in unfused {other}",
     "": "host work between the parts, or a late start, took {own} ms, in unfused {other}",
@@ -248,7 +248,7 @@ def remarks(found: Timeline) -> list[str]:
             why = _REASONS[most].format(own=milliseconds(own[most]), other=milliseconds(other[most]))
             times = f"{milliseconds(own_ms)} ms, {BASELINE} {milliseconds(other_ms)}"
             slower = f"{schedule} is slower than {BASELINE} in the calls shown, {times}"
-            lines.append(f"{slower}. Most of the difference, on the rank that ends last: {why}.")
+            lines.append(f"{slower}. What grew most, on the rank that ends last: {why}.")
         calls, base = found.calls(schedule), found.calls(BASELINE)
         if calls and base and calls.rounds > 1:
             of = ratio(calls, base)
