@@ -150,8 +150,9 @@ def test_another_way_to_multiply_leaves_is_found(tmp_path: Path) -> None:
             checks.products_as_asked(examine(case, launched(case, package)))
 
 
-# A newer Triton may keep in registers what the pinned one does not.
-FOUND = [mutant for mutant in MUTANTS if mutant.check is not checks.resources or not checks.is_newer()]
+# A newer Triton than the pinned one keeps these in registers all the same.
+HARMLESS = ("what is the same for all tiles is kept in registers", "an activation of half a tile at once")
+FOUND = [mutant for mutant in MUTANTS if mutant.bug not in HARMLESS or not checks.is_newer()]
 
 
 @pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: mutant.bug)

@@ -21,11 +21,12 @@ from .launched import config_of
 # are chosen among several weights, and where scales lie, may be kept in lanes of vector registers.
 GATHER_LANES = 4
 LANES = 24
-FLOAT8_LANES = 44
-# With a newer Triton than the pinned one, which keeps more of them there.
-LANES_OF_NEWER = 100
-# Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned.
-STACK, STACK_OF_NEWER = 64, 240
+FLOAT8_LANES = 40
+# More of them with another Triton than the pinned one, and limit of scales in blocks with a newer one.
+MORE_LANES, BLOCKS_LANES_OF_NEWER = 4, 100
+# Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned, and there
+# in a float32 tree of any lengths.
+STACK, STACK_OF_NEWER, STACK_OF_NEWER_TREE = 64, 80, 240
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
 _SCALE_COPIES = 2
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
@@ -72,13 +73,15 @@ def resources(built: Built) -> None:
     gathers = VARIANTS[built.case.variant].module == "gather_matmul"
     most = GATHER_LANES * gathers if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
     newer = is_newer()
-    most = LANES_OF_NEWER if newer else most
+    most = BLOCKS_LANES_OF_NEWER if newer and built.case.blocks else most + MORE_LANES * (not as_pinned())
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
     strict = (ends_with and not newer) or (as_pinned() and not built.case.loose)
     if strict or built.case.target == "gfx942":
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
     elif built.case.target in ("sm_80", "sm_90"):
-        assert built.spill_bytes + built.stack_bytes <= (STACK_OF_NEWER if newer else STACK), (
+        is_wide_tree = built.case.loose and built.case.is_tree and built.case.dtype == torch.float32
+        of_newer = STACK_OF_NEWER_TREE if is_wide_tree else STACK_OF_NEWER
+        assert built.spill_bytes + built.stack_bytes <= (of_newer if newer else STACK), (
             f"{built.stack_bytes} bytes of stack: spills"
         )
     spilled = [line for line in built.inner_loop if re.search(r"\b(LDL|STL)\b|^scratch_", line)]
