@@ -203,7 +203,7 @@ def inject(group: ProcessGroup, injection: Injection, name: str) -> Outcome:
         watch.resume()
         while outcome.error is None and number < injection.before + CALLS:
             _call(outcome, lambda number=number: case(group, number))  # type: ignore[misc]
-            if outcome.step in NOTHING_SENT and injection.kind in RAISING and outcome.error is not None:
+            if outcome.step in NOTHING_SENT and isinstance(outcome.error, (Planted, KeyboardInterrupt)):
                 # Before its first signal an op leaves no trace: the call may be repeated.
                 outcome.error, watch.at = None, None
             else:

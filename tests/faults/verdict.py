@@ -15,9 +15,12 @@ SLACK = 5.0
 
 
 def starved(injection: Injection, outcomes: list[Outcome]) -> bool:
-    """Return whether an honest rank was kept from running so long that its peers rightly gave up on it."""
-    honest = [each.own_seconds for each in outcomes if each.rank != injection.rank]
-    return max(honest) > injection.seconds / 2
+    """Return whether a rank was kept from running so long that its peers rightly gave up on it.
+
+    A guilty rank counts only where it does not wait on purpose: where it raises.
+    """
+    own = [each.own_seconds for each in outcomes if each.rank != injection.rank or injection.kind in RAISING]
+    return max(own) > injection.seconds / 2
 
 
 def wrong(injection: Injection, outcomes: list[Outcome]) -> str:
