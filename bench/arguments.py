@@ -6,9 +6,10 @@ import contextlib
 import math
 import os
 import re
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -34,7 +35,21 @@ MAX_RANKS = 256
 def console() -> Console:
     """Return a console as wide as the terminal, or COLUMNS, that prints text unchanged: [bold] is six letters."""
     # Text from files may look like markup, and must not be read as such.
-    return Console(markup=False, emoji=False, highlight=False)
+    out = None if sys.stdout.isatty() else cast(TextIO, _Plain(sys.stdout))
+    return Console(file=out, markup=False, emoji=False, highlight=False)
+
+
+class _Plain:
+    """A file or pipe to which a console writes without blanks at the ends of lines."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
 
 
 @contextlib.contextmanager

@@ -164,7 +164,7 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
     told = [in_common(found)]
     if total:
         counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
-        told += [f"{total} compared: {counts} in B, at {level}."]
+        told += [f"{total} ratios, {what}: {counts} in B, at {level}."]
         mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
         told += [
             f"Geometric mean of B / A: {mean:.3f}.",

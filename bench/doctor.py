@@ -48,18 +48,17 @@ def examine(console: Console, *, providers: bool = False) -> None:
 
 
 def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:
-    """Print one table of (name, text)."""
-    from rich import box
+    """Print a section of (name, text), unless it is empty."""
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
     table.add_column(no_wrap=True)
-    table.add_column()
-    for name, text in lines:
-        # Text, as output of the system is not markup.
-        table.add_row(name, Text(text))
-    console.print(table)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    if table.row_count:
+        console.print(title, style="bold")
+        console.print(table)
 
 
 def machine_lines() -> Iterator[tuple[str, str]]:
@@ -73,11 +72,10 @@ def machine_lines() -> Iterator[tuple[str, str]]:
 def version_lines() -> Iterator[tuple[str, str]]:
     import platform
 
-    yield "python", platform.python_version()
-    for package in PACKAGES:
-        yield package, installed(package)
     import torch
 
+    yield "python", platform.python_version()
+    yield "packages", ", ".join(f"{package} {installed(package)}" for package in PACKAGES)
     yield "cuda", torch.version.cuda or "this torch is built without it"
 
 
@@ -117,8 +115,6 @@ def mode_lines() -> Iterator[tuple[str, str]]:
     from fusedtp.memory.cuda import Driver
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not count:
-        yield "none", "that torch can use"
     for device in range(count):
         name = torch.cuda.get_device_name(device)
         known = of_gpu(name)
@@ -138,7 +134,6 @@ def link_lines() -> Iterator[tuple[str, str]]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
-        yield "gpu to gpu", "fewer than two GPUs"
         return
     try:
         driver = Driver()
@@ -163,15 +158,12 @@ def memory_lines() -> Iterator[tuple[str, str]]:
         yield "posix", "memfd_create works, which is what ranks on one machine share"
     except (AttributeError, OSError) as error:
         yield "posix", f"no memfd_create: {error}"
-    if not torch.cuda.is_available():
-        yield "cuda", "no GPU that torch can use"
-    else:
+    if torch.cuda.is_available():
         try:
             import_module("torch.distributed._symmetric_memory")
             yield "cuda", "torch.distributed._symmetric_memory is there"
         except ImportError as error:
             yield "cuda", f"this torch has no symmetric memory: {error}"
-    yield "local", "virtual ranks of one process: always"
 
 
 def reachable(group: Any) -> tuple[bool, str]:

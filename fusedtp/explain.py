@@ -32,8 +32,8 @@ NAMED = {
 }
 
 _WORDS = (
-    "over: the mesh axis whose ranks communicate; along: the dim that is gathered or split; fused: the collective and "
-    "its matmul are one op"
+    "over: the mesh axis whose ranks communicate; along: the dim that is gathered or split; one op: the collective and "
+    "its matmul run as one, by any schedule"
 )
 _FORMULAS = {"y": "y = x @ w", "dx": "dx = dy @ w.T", "dw": "dw = x.T @ dy"}
 
@@ -54,7 +54,7 @@ class Line:
     predicted: Prediction | None = None
 
     def __str__(self) -> str:
-        return f"{self.step}{', fused' * self.step.fused}"
+        return f"{self.step}{', one op' * self.step.fused}"
 
     @property
     def us(self) -> float | None:
@@ -87,8 +87,8 @@ class Phase:
         """Return the predicted times of the fused matmul with its collective, by schedule."""
         for line in self.lines:
             if line.predicted is not None and line.step.fused and not line.step.is_collective:
-                times = ", ".join(f"{schedule} {us:.1f}" for schedule, us in line.predicted.times.items())
-                return f"Matmul and its collective: {times} us."
+                times = ", ".join(f"{us:.1f} us {schedule}" for schedule, us in line.predicted.times.items())
+                return f"The one op takes {times}."
         return ""
 
     def __str__(self) -> str:
