@@ -302,9 +302,9 @@ def test_lengths_that_are_not_those_of_the_others(pool: RankPool, schedule: str)
 
 def late_gradient(group: ProcessGroup) -> str:
     """Return the error of a backward that only rank 0 makes."""
-    fusedtp.set_timeout(0.5, group)
     x = torch.ones(4, 6, requires_grad=group.rank() == 0)
     y = fusedtp.all_gather_linear(x, torch.ones(5, 6), group=group, schedule="decomposed")
+    fusedtp.set_timeout(0.5, group)
     if group.rank() == 1:
         return ""
     with pytest.raises(fusedtp.PeerTimeout) as caught:
