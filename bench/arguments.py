@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -49,14 +49,14 @@ class _Plain:
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:
-        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+        return self._file.write(re.sub(r" +\n", "\n", text))
 
 
 @contextlib.contextmanager
 def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step: it moves a bar, or prints a line in a log, with the time left.
 
-    Ctrl-C prints `kept`, and exits with 130.
+    Ctrl-C prints `kept`, or that no step had ended, and exits with 130.
 
     - steps: a description and the estimated seconds of each step.
     """
@@ -64,15 +64,16 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
     console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
     columns = (TimeElapsedColumn(), BarColumn(12), "{task.fields[left]} left: {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        first = 0.0
+        first, over_by_now = 0.0, 0
         task, left = (
             bar.add_task(f"start of ranks, {steps[0][0]}", total=total, left=duration(total)),
             iter(enumerate(steps, 1)),
         )
 
         def done() -> None:
-            nonlocal first
+            nonlocal first, over_by_now
             number, (text, _) = next(left)
+            over_by_now = number
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
             # Assume the pace so far for the share of the rest that is over: that of a few steps may be anything. Leave
             # out the first step, which starts the ranks.
@@ -89,7 +90,8 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             yield done
         except KeyboardInterrupt:
             bar.stop()
-            console.print(f"Stopped after {duration(time.monotonic() - begin)}:\n{kept}", soft_wrap=True)
+            told = kept if over_by_now else "no step had ended, and no file was changed"
+            console.print(f"Stopped after {duration(time.monotonic() - begin)}:\n{told}", soft_wrap=True)
             raise typer.Exit(130) from None
 
 
@@ -193,10 +195,17 @@ def folder(out: Path, name: str = "", option: str = "--out") -> Path:
     path = out / name
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
     except OSError as error:
         raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}: {error}") from error
-    if not os.access(path, os.W_OK):
-        raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}")
+
+
+def file(path: Path, option: str) -> Path:
+    """Return the path of a file to write, in a folder that is created if missing; BadParameter if not writable."""
+    if path.is_dir():
+        raise typer.BadParameter(f"{option} must be a file, got the folder {str(path)!r}")
+    folder(path.parent, option=option)
     return path
 
 

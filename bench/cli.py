@@ -182,7 +182,7 @@ def sweep(
     if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
         console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
     run = run_launched if is_launched else run_spawned
-    kept = f"the rows of what had ended, if any, are in\n{path}\n`fusedtp report` with this file shows them"
+    kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
     steps[0] = steps[0][0], steps[0][1] + START_SECONDS
     with arguments.progress(console, steps, kept) as step:
@@ -326,7 +326,7 @@ def overhead(
     from . import layers
     from .cases import ranks
 
-    console = arguments.console()
+    console, out = arguments.console(), arguments.file(out, "--out")
     steps = [(ranks(size), 0.5 * rounds) for size in (1, 2)]
     with arguments.progress(console, steps, f"{out} is as it was") as done:
         frame = layers.overhead(out, rounds, done)

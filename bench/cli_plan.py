@@ -59,7 +59,9 @@ def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers import logging as logging_
     except ImportError as error:
-        raise ImportError(f"fusedtp plan reads configurations by transformers: {error}") from error
+        raise ImportError(
+            f"fusedtp plan reads configurations by transformers ({error}): pip install transformers"
+        ) from error
     # A name on the hub is one word, or two.
     is_path = config.endswith(".json") or config.count("/") > 1 or config.startswith((".", "/", "~"))
     if is_path and not Path(config).exists():
@@ -199,12 +201,11 @@ def _bounded() -> Iterator[None]:
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
     from rich.padding import Padding
 
-    from fusedtp import FusedRowwiseParallel
     from fusedtp.styles.decoders import matching, told, whole
 
     console = arguments.console()
     console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
-    sent, share_sent = 0.0, 2 * (world_size - 1) / world_size
+    hidden, logits = 0, 0
     for pattern, each in styles.items():
         found = [module for _, module in matching(model, pattern)]
         # A packed linear is unpacked first, so its parts do not exist yet.
@@ -212,9 +213,8 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
         console.print(f"{pattern or 'the model'}: {kind}")
         for style in each:
             console.print(Padding(repr(style), (0, 0, 0, 4), expand=False))
-            if isinstance(style, FusedRowwiseParallel):
-                rows: list[Any] = found
-                sent += share_sent * sum(getattr(row, "out_features", None) or row.nf for row in rows)
+            of_hidden, of_logits = _moved(style, found)
+            hidden, logits = hidden + of_hidden, logits + of_logits
     console.print("\nR is Replicate(): every rank has all; S(d) is Shard(d): split along dim d. Styles:")
     for made in dict.fromkeys(type(style) for each in styles.values() for style in each):
         first = (made.__doc__ or "").partition("\n")[0].removeprefix("Style ")
@@ -225,13 +225,35 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
     own = num_bytes * (share + (1 - share) / world_size)
     name = str(dtype).removeprefix("torch.")
     console.print(
-        f"\nParameters, {name}: {_size(num_bytes)} in all, about {_size(own)} on each of {world_size} ranks, "
-        f"{_size(4 * own)} with gradients and AdamW's two moments."
+        f"\nParameters, {name}: {_size(num_bytes)} in all, about {_size(own)} on each rank, "
+        f"{_size(4 * own)} with gradients and AdamW's two moments, all in {name}; activations are not counted."
     )
-    if sent:
-        console.print(f"Each rank sends about {_size(sent * dtype.itemsize)} for each token in forward.")
+    if hidden and world_size > 1:
+        each_bytes = dtype.itemsize * (world_size - 1) / world_size
+        more = f", and {_size(logits * each_bytes)} for each token's logits" if logits else ""
+        console.print(f"Each rank sends about {_size(hidden * each_bytes)} for each token in forward{more}.")
     if left:
         console.print(told(left))
+
+
+def _moved(style: ParallelStyle, modules: list[Any]) -> tuple[int, int]:
+    """Return the elements of hidden states and of logits that a style moves for a token.
+
+    A rank sends (n-1)/n of them. A row-parallel linear counts the gather before it too.
+    """
+    from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
+    from fusedtp.styles.embeddings import FusedEmbeddingParallel
+    from fusedtp.styles.tokens import TiedHead
+
+    style = style.style if isinstance(style, TiedHead) else style
+    if isinstance(style, FusedRowwiseParallel):
+        return 2 * sum(getattr(each, "out_features", None) or each.nf for each in modules), 0
+    if isinstance(style, FusedEmbeddingParallel):
+        return 2 * sum(each.embedding_dim for each in modules), 0
+    if isinstance(style, FusedColwiseParallel):
+        gathered = 0 if style.input_layouts.is_replicate() else sum(each.in_features for each in modules)
+        return gathered, sum(each.out_features for each in modules) if style.output_layouts.is_replicate() else 0
+    return 0, 0
 
 
 def _size(num_bytes: float) -> str:

@@ -51,9 +51,12 @@ def predict(
     k: Annotated[str, typer.Option("--k", help="The whole contraction.")] = "8192",
     world_size: Annotated[str, typer.Option(help="Ranks, for example 2,4,8 or 2:64.")] = "8",
     dtype: Annotated[
-        str,
-        typer.Option(help="bfloat16, float16, float32, float64; fp8, mxfp8 or a float8 of torch's, with scales."),
-    ] = "bfloat16",
+        str | None,
+        typer.Option(
+            help="bfloat16, float16, float32, float64; fp8, mxfp8 or a float8 of torch's, with scales. Default "
+            "bfloat16, with --hardware here float32."
+        ),
+    ] = None,
     hardware: Annotated[str, typer.Option(help="A name from --list, or here, as tune measured it.")] = "h100",
     gather_dim: Annotated[int, typer.Option(help="1: x is split along the contraction, not along rows.")] = 0,
     algorithm: Annotated[str, typer.Option(help="For an all-reduce: auto, one_shot, two_shot, ring.")] = "auto",
@@ -83,6 +86,9 @@ def predict(
         return
     if op is None:
         raise typer.BadParameter(f"give an op ({', '.join(cost.OPS)}), or --list")
+    if picture is not None and arguments.file(picture, "--picture").suffix != ".png":
+        raise typer.BadParameter(f"--picture must end in .png, got {str(picture)!r}")
+    dtype = dtype or ("float32" if hardware == "here" else "bfloat16")
     of_m, of_n, of_k = (arguments.numbers(text, option) for text, option in ((m, "--m"), (n, "--n"), (k, "--k")))
     sizes = list(dict.fromkeys(product(of_m, of_n, of_k)))
     ranks = list(dict.fromkeys(arguments.numbers(world_size, "--world-size")))
@@ -155,8 +161,9 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
         parts["cast"] = each.cast_us or None
         if each.network_us:
             parts |= {"network": each.network_us, "exposed": each.network_exposed_us}
+        lengths = size if each.flops else size[:2]
         lines.append({
-            SIZE: " x ".join(map(str, size)), "ranks": each.work.num_ranks,
+            SIZE if each.flops else "M x N": " x ".join(map(str, lengths)), "ranks": each.work.num_ranks,
             **{f"{name}\n{unit}": time and time * per_us for name, time in times.items()},
             "fastest": each.winner, "speed-up": each.speedup,
             "by": each.algorithm if each.work.kind == "all_reduce" else None,
@@ -175,6 +182,8 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
 
     best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
     means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
+    if any(each.network_us for each in predictions):
+        means += "; network, what replicas exchange, and exposed, its part that no matmul hides"
     if any(each.best_us < each.bound_us for each in predictions):
         means += ": fused and decomposed send by themselves and can take less"
     if best.winner == "unfused":
@@ -250,6 +259,7 @@ def explain(
         for row in communication_table():
             typer.echo(f"{row.name}: {row.notation}\n  forward: {row.forward}\n  dx: {row.dx}\n  dw: {row.dw}")
         return
+    spec = {name.lower(): name for name in NAMED}.get(spec.lower(), spec)
     if "[" not in spec and spec not in NAMED:
         raise typer.BadParameter(f"no layer is named {spec!r}: see --table; or give a notation string")
     try:

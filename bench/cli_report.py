@@ -18,7 +18,7 @@ app = typer.Typer(**arguments.PLAIN)
 @app.command()
 def report(
     rows: Annotated[list[Path] | None, typer.Argument(help="CSV files of results; default this machine's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),
+    out: Annotated[Path | None, typer.Option(help="Folder of results without CSV files; default results.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
     ] = False,
@@ -36,7 +36,9 @@ def report(
     from .machine import describe
 
     console = arguments.console()
-    for path in rows or [out / describe().name / "sweep.csv"]:
+    if rows and out is not None:
+        raise typer.BadParameter("pictures and pages are written beside the CSV files: leave --out away")
+    for path in rows or [(out or Path("results")) / describe().name / "sweep.csv"]:
         stored = arguments.rows(path)
         try:
             modelled = drawing.predictions(stored, partial(hardware_of, hardware)) if hardware is not None else []

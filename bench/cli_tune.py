@@ -101,6 +101,7 @@ def tune(
         show_current_tiles(table, console)
         return
 
+    arguments.file(target, "--out")
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
     world_sizes = (2, 4, 8) if world_size is None else arguments.ranks(world_size)

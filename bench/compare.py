@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .cases import SHORT_DTYPES, TITLES
 from .frames import BASELINE
-from .intervals import Interval, measured, ratio
+from .intervals import Interval, busy, measured, ratio
 from .store import Measurement
 from .tables import SIZE, CellTable
 
@@ -144,7 +144,7 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
 
     If the latter are many, they are only counted. With `everything`, all rows are listed.
     """
-    what = "B / A of times" if absolute else f"B / A of time / {BASELINE}"
+    what = "B / A of times" if absolute else f"B / A of (time / {BASELINE})"
     count, total = {"slower": 0, "faster": 0, "": 0}, len(found.changes)
     for verdict in count:
         lines = [
@@ -174,5 +174,8 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
         drift = geometric_mean(found.drifts)
         told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]
     told += _apart(found, everything)
+    told += [
+        f"{name}: {warning}" for name, rows in (("A", found.before), ("B", found.after)) if (warning := busy(rows))
+    ]
     for line in told:
         console.print(line)

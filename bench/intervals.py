@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +95,13 @@ def ratio(over: Timing, under: Timing, confidence: float = 0.95) -> Interval:
         found = stats.ttest_ind(a, b, equal_var=False, trim=0.2).confidence_interval(confidence)
     # The interval is that of trimmed means. Widen it to contain the ratio of medians.
     return Interval(middle, min(middle, math.exp(found.low)), max(middle, math.exp(min(700.0, found.high))))
+
+
+def busy(rows: Iterable[Measurement]) -> str:
+    """Return `noisy` of these rows' rounds."""
+    rounds = [each.rounds_ms for each in map(measured, rows) if each is not None and each.rounds_ms]
+    quartiles = [np.quantile(each, (0.25, 0.5, 0.75)) for each in rounds]
+    return noisy([(high - low) / middle for low, middle, high in quartiles])
 
 
 def noisy(spreads: Sequence[float]) -> str:

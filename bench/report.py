@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from fusedtp import cost
@@ -22,7 +21,7 @@ from fusedtp.files import replace
 from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
-from .intervals import measured, noisy
+from .intervals import busy
 from .machine import slug
 from .store import PASSED, Measurement
 
@@ -67,6 +66,8 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
         names, worst = ", ".join(dict.fromkeys(checked.cells["variant"])), checked.cells["error / allowed"].max()
         how = "interpreted" if "interpreted" in set(checked.cells["how"]) else "compiled"
         lines.append(f"Checked, {how}, not timed: {names}; the largest error is {worst:.2g} of what is allowed.")
+    if any(table.cells.map(lambda cell: str(cell).startswith("~")).any(axis=None) for table in shown):
+        lines.append(tables.NOISE)
     absent = tables.not_run(frame)
     if verbose:
         lines += [*dict.fromkeys(filter(None, (table.note for table in shown)))]
@@ -81,9 +82,7 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
             console.print(", ".join(str(value) for value in row.values()), style="red")
     for line in [*lines, *tables.verdict(frame)]:
         console.print(line)
-    rounds = [each.rounds_ms for each in map(measured, rows) if each is not None and each.rounds_ms]
-    quartiles = [np.quantile(each, (0.25, 0.5, 0.75)) for each in rounds]
-    if warning := noisy([(high - low) / middle for low, middle, high in quartiles]):
+    if warning := busy(rows):
         console.print(warning, style="bold yellow")
 
 

@@ -28,11 +28,17 @@ def milliseconds(value: float, digits: int = 3) -> str:
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
+def times_as_fast(ratio: Any, is_noise: Any = False) -> str:
+    """Return a speed-up as text, "1.20x"; with `is_noise` marked, "~1.20x"."""
+    return ratio if isinstance(ratio, str) else f"{'~' * bool(is_noise)}{ratio:.2f}x"
+
+
+NOISE = "~: no difference beyond noise, as the 95 % interval has 1 in it; of a block: in none of its matmuls."
 SIZE = "M x N x K"
 # Formats by a heading's last line, or by the line above a variant's name, which may be any. Other numbers have three
 # digits.
 FORMATS: dict[str, Format] = {
-    **dict.fromkeys(("mean", "best", "worst", "speed-up", "over"), "{:.2f}x"),
+    **dict.fromkeys(("mean", "best", "worst", "speed-up", "over"), times_as_fast),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
     **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
@@ -122,7 +128,7 @@ class CellTable:
                 name,
                 justify="right" if is_number else "left",
                 overflow="fold",
-                no_wrap=is_number or name in (SIZE, "module"),
+                no_wrap=is_number or name in (SIZE, "M x N", "module"),
             )
         for line in records(cells):
             made.add_row(*(_text(value, formats.get(name, "{}")) for name, value in line.items()))
@@ -181,6 +187,10 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
         line = _about(first)
         for name in SCHEDULES:
             line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
+        for name in (name for name in SCHEDULES[1:] if name in case.index):
+            row = case.loc[name]
+            is_noise = first["world_size"] == 1 or row["low"] <= 1 <= row["high"]
+            line[f"speed-up\n{name}"] = times_as_fast(row["speedup"], is_noise) if row["speedup"] > 0 else None
         for name, what in ((name, what) for what in _RATIOS for name in SCHEDULES[1:]):
             line[f"{what}\n{name}"] = case[_RATIOS[what]].get(name)
         line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in SCHEDULES}
@@ -201,7 +211,7 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
 
 
 # Columns of rows that relate a schedule's time to others, by heading.
-_RATIOS = {"speed-up": "speedup_vs_unfused", "of matmul": "matmul_fraction", "hidden": "overlap_efficiency"}
+_RATIOS = {"of matmul": "matmul_fraction", "hidden": "overlap_efficiency"}
 
 
 def rates(frame: pd.DataFrame, direction: str) -> CellTable:
@@ -220,6 +230,8 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
 def totals(frame: pd.DataFrame) -> CellTable:
     """Return a line for each block and direction: sums of its matmuls, and the fastest schedule's gain over unfused."""
     found, lines = blocks(frame), []
+    names = [*found[0][0], "variant"] if found else []
+    clear = set(frame.loc[(frame["low"] > 1) | (frame["high"] < 1), names].itertuples(index=False, name=None))
     variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
     for shared, medians in found:
         line = {"ranks" if name == "world_size" else name: value for name, value in shared.items() if name != "machine"}
@@ -228,10 +240,13 @@ def totals(frame: pd.DataFrame) -> CellTable:
         several = shared["world_size"] > 1
         ours = {medians[name]: name for name in SCHEDULES if several and name in medians}
         base, alone, best_ms = medians.get(BASELINE), medians.get("matmul"), min(ours, default=None)
-        line["fastest\nschedule"] = ours[best_ms] if best_ms else None
-        line["speed-up"] = base / best_ms if base and best_ms else None
+        best = None if best_ms is None else ours[best_ms]
+        line["our\nfastest"] = best
+        if base and best_ms:
+            line["speed-up"] = times_as_fast(base / best_ms, best != BASELINE and (*shared.values(), best) not in clear)
         line["of matmul"] = alone / best_ms if alone and best_ms else None
-        line["speed-up\nauto"] = base / medians["auto"] if several and base and "auto" in medians else None
+        if several and base and "auto" in medians:
+            line["speed-up\nauto"] = times_as_fast(base / medians["auto"], (*shared.values(), "auto") not in clear)
         lines.append(line)
     optional = ("of matmul", "auto", "comm", "own_matmul", "dtype", "matmul")
     return CellTable.of("totals", "The matmuls of one transformer block together", lines, optional=optional)
@@ -283,16 +298,25 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         # A case without a significant difference may have any median.
         most = max([row for row in rows if row["low"] > 1] or rows, key=lambda row: row["speedup"])
         least = min([row for row in rows if row["high"] < 1] or rows, key=lambda row: row["speedup"])
-        lines.append(f"Largest speed-up: {_ratio(most)}{f'; smallest: {_ratio(least)}' if len(rows) > 1 else ''}.")
-    # Strip the op and dtype of the case from the end of the reason.
-    taken = [re.sub(r" for \w+ in \w+$", "", path) for path in shown["path"][shown["variant"] == "auto"] if path]
+        beyond = " beyond noise" if most["low"] > 1 else ""
+        lines.append(
+            f"Largest speed-up{beyond}: {_ratio(most)}{f'; smallest: {_ratio(least)}' if len(rows) > 1 else ''}."
+        )
+    # Strip the op and dtype of the case from the reason.
+    taken = [
+        re.sub(r" for \w+ in \w+(?= \(|$)", "", path) for path in shown["path"][shown["variant"] == "auto"] if path
+    ]
     of = Counter(path.partition(": ")[0] for path in taken)
     for schedule, count in of.most_common():
-        reasons = Counter(path.partition(": ")[2] for path in taken if path.startswith(f"{schedule}: "))
-        told = [f"- in {often}, {reason}." for reason, often in reasons.most_common(3)]
-        more = [f"- other reasons: {len(reasons) - 3}."] if len(reasons) > 3 else []
+        # Reasons of one kind differ in sizes and ratios: show the first of each.
+        reasons: dict[str, list[str]] = {}
+        for reason in (path.partition(": ")[2] for path in taken if path.startswith(f"{schedule}: ")):
+            reasons.setdefault(reason.partition(":")[0], []).append(reason)
+        kinds = sorted(reasons.values(), key=len, reverse=True)
+        told = [f"- in {len(alike)}, {alike[0]}{', for example' * (len(set(alike)) > 1)}." for alike in kinds[:3]]
+        told += [f"- other reasons: {len(kinds) - 3}."] if len(kinds) > 3 else []
         first = f"auto takes {schedule} in {count} of {len(taken)} cases:"
-        lines += [first, *told, *more] if len(reasons) > 1 else [f"{first} {next(iter(reasons))}."]
+        lines += [first, *told] if len(told) > 1 else [f"{first} {told[0].partition(', ')[2]}"]
     lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
     alone = timed(frame)["world_size"] == 1
     return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]

@@ -113,12 +113,24 @@ class Explanation:
     given: str
     phases: tuple[Phase, Phase, Phase]
     notes: tuple[str, ...]
+    # Steps of dw that repeat steps of dx: they run once.
+    shared: tuple[Step, ...] = ()
+
+    @property
+    def sent(self) -> int | None:
+        """Return the bytes that a rank sends in all, None without sizes."""
+        *_, dw = self.phases
+        once = [line.sent for line in dw.lines if replace(line.step, fused=False) in self.shared]
+        sent, again = _total([phase.sent for phase in self.phases]), _total(once)
+        return None if sent is None or again is None else sent - again
 
     def __str__(self) -> str:
         parts = ["\n".join(map(_wrapped, filter(None, (str(self.spec), self.given, _WORDS)))), *map(str, self.phases)]
-        sent, num_flops = (_total([getattr(phase, name) for phase in self.phases]) for name in ("sent", "flops"))
-        if sent is not None and num_flops is not None:
-            parts.append(f"In all, each rank sends {quantity(sent, 'B')} and computes {quantity(num_flops, 'FLOP')}.")
+        num_flops = _total([phase.flops for phase in self.phases])
+        if self.sent is not None and num_flops is not None:
+            once = " (what dx and dw share, once)" if self.shared else ""
+            computes = quantity(num_flops, "FLOP")
+            parts.append(f"In all, each rank sends {quantity(self.sent, 'B')}{once} and computes {computes}.")
         return "\n\n".join([*parts, *map(_wrapped, self.notes)])
 
 
@@ -168,7 +180,7 @@ def explain(
         given += f", sums in {made_of(name)}, scales not counted" if is_float8(name) else ""
         given += f", times predicted for {machine.title}, not measured" if machine is not None else ""
     forward, dx, dw = (_phase(matmul, measured, machine, name) for matmul in plans.matmuls)
-    return Explanation(spec, given, (forward, dx, dw), _notes(plans))
+    return Explanation(spec, given, (forward, dx, dw), _notes(plans), plans.shared)
 
 
 def table(specs: Mapping[str, str] = NAMED) -> list[CommunicationRow]:

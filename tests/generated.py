@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from fusedtp.bench.cases import SHORT_DTYPES, TITLES
-from fusedtp.bench.frames import cases, each, frame_of, overall, records, timed
+from fusedtp.bench.frames import CASE, cases, each, frame_of, overall, records, timed
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.tables import milliseconds
 
@@ -40,18 +40,24 @@ def measured_line(rows: Sequence[Measurement]) -> str:
     """Return markdown of the forward speed-ups of `decomposed`: over all single matmuls, and over models' matmuls."""
     frame = timed(frame_of(rows))
     frame = frame[frame["direction"] == "forward"]
-    said = []
-    for name, lines in (("single matmuls", frame[frame["model"] == ""]), (None, frame[frame["model"] != ""])):
-        for found in records(overall(lines)):
-            if found["schedule"] == "decomposed":
-                ends = f"{found['worst']:.2f} to {found['best']:.2f}"
-                counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
-                what = name or f"matmuls of {each(lines, 'model')}"
-                said.append(f"{found['mean']:.2f} times as fast over {found['cases']} {what} ({ends}; {counts})")
+    said, of_model = [], frame["model"] != ""
+    for what, lines in (("single matmuls", frame[~of_model]), (f"matmuls of {each(frame, 'model')}", frame[of_model])):
+        ours, torchs = (
+            lines[lines["variant"] == variant].set_index(CASE)["median_ms"] for variant in ("decomposed", "dtensor")
+        )
+        over_torch = (torchs / ours).dropna()
+        (found,) = (line for line in records(overall(lines)) if line["schedule"] == "decomposed")
+        ends = f"{found['worst']:.2f} to {found['best']:.2f}"
+        counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
+        said.append(
+            f"{found['cases']} {what}: {found['mean']:.2f} times as fast as `unfused` ({ends}; {counts}); over "
+            f"{len(over_torch)} of them {statistics.geometric_mean(over_torch):.2f} times as fast as torch's styles"
+        )
     first = records(frame)[0]
     return (
-        f"- Measured, {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, `decomposed` "
-        f"against `unfused`: {' and '.join(said)}. Means are geometric."
+        f"- Measured on {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, geometric means: "
+        "`decomposed` (matmuls by chunk while the next chunk travels) against `unfused` (collective, then matmul). "
+        f"{said[0]}.\n- The same for {said[1]}."
     )
 
 
@@ -61,13 +67,13 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
     shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
     shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
     lines = [
-        "| op | M x N x K | matmul alone, ms | unfused, ms | decomposed, ms | speed-up | of matmul |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| op | M x N x K | matmul alone, ms | unfused, ms | DTensor, ms | decomposed, ms | speed-up | of matmul |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for first, case in cases(shown):
         ours = case.reindex(["decomposed"])[["speedup_vs_unfused", "matmul_fraction"]].iloc[0]
         if ours.notna().all():
-            medians = case["median_ms"].reindex(["matmul", "unfused", "decomposed"])
+            medians = case["median_ms"].reindex(["matmul", "unfused", "dtensor", "decomposed"])
             numbers = ["" if pd.isna(median) else milliseconds(median) for median in medians]
             numbers += [f"{ratio:.2f}" for ratio in ours]
             lines.append(f"| {TITLES[first['op']]} | {first['size']} | {' | '.join(numbers)} |")
@@ -76,9 +82,9 @@ def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: s
     lines += [
         "",
         f"Medians over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
-        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. Speed-up: unfused / "
-        "decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more where chunks "
-        "suit the caches better than the whole.",
+        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. DTensor: torch's styles. Speed-up: "
+        "unfused / decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more "
+        "where chunks suit the caches better than the whole.",
     ]
     return "\n".join(lines)
 

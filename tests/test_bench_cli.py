@@ -142,8 +142,15 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sweep, "run_spawned", spawned)
     said = command("sweep", "--world-size", 2, *TINY, *ONLY, "--out", tmp_path, code=130)
     (path,) = tmp_path.glob("*/sweep.csv")
-    assert f"the rows of what had ended, if any, are in\n{path}\n" in said
+    assert f"the rows of what had ended are in\n{path}\n" in said
     assert store.read(path) == measured
+
+    def at_once(*_: Any) -> list[Measurement]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "run_spawned", at_once)
+    said = command("sweep", "--world-size", 2, *TINY, *ONLY, "--out", tmp_path / "new", code=130)
+    assert "no step had ended, and no file was changed" in said
 
 
 def test_the_time_left_goes_by_the_steps_that_are_over(
@@ -195,7 +202,7 @@ def test_headings_differ_in_eighty_columns(make_row: MakeRow) -> None:
     table.print(Console(width=80, file=written), "op")
     lines = [line.split() for line in written.getvalue().splitlines()]
     assert lines[2] == ["unfused", "decomposed", "fused", "speed-up", "speed-up"]
-    assert (lines[3][-2:], lines[5][-2:]) == (["decomposed", "fused"], ["1.50x"] * 2)
+    assert (lines[3][-2:], lines[5][-2:]) == (["decomposed", "fused"], ["1.50x", "2.00x"])
     assert "left out in 80 columns: hidden decomposed, " in folded(written.getvalue())
 
 

@@ -137,7 +137,7 @@ def test_command(make_row: MakeRow, tmp_path: Path) -> None:
     for name, rows in files.items():
         store.write(tmp_path / f"{name}.csv", rows)
     for line, code, texts in (
-        ("a b", 0, ("slower in B: 15", " of time / unfused: 15 slower, ", "only in B: all-gather + matmul 3 x 1024")),
+        ("a b", 0, ("slower in B: 15", " of (time / unfused): 15 slower, ", "only in B: all-gather + matmul 3 x 1024")),
         ("a b --absolute", 0, ("30 ratios, B / A of times: ",)),
         ("a a --all", 0, ("no significant difference in B",)),
         ("a elsewhere", 2, ("give --across-machines",)),

@@ -400,7 +400,7 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
         found += [make_row(M=size, variant="decomposed", median_ms=median, p20_ms=p20, p80_ms=p80)]
     gain, ends = tables.verdict(frame_of(found))
     assert gain.startswith("Gain: decomposed is faster than unfused in 2 of 4 cases, slower in 0")
-    most = r"Largest speed-up: 2\.00x \(.* at .*512 x 1024.*; smallest: "
+    most = r"Largest speed-up beyond noise: 2\.00x \(.* at .*512 x 1024.*; smallest: "
     assert re.match(most + r"0\.91x \(.*, no difference\) at .*4096 x 1024", ends)
     found += [replace(found[0], M=8192)]
     found += [make_row(M=8192, variant="decomposed", median_ms=1.05, p20_ms=1.04, p80_ms=1.06)]

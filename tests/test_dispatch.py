@@ -157,7 +157,7 @@ def test_a_table_that_cannot_be_used_is_told_once_and_missed_by_all(fault: str, 
     assert FAULTS[fault] in said[0]
     assert fault == "a reader that fails" or path in said[0]
     for op, taken in small.items():
-        assert taken == ("decomposed", f"ranks share memory, and {dispatch._UNMEASURED} for {op} in float32")
+        assert taken == ("decomposed", f"ranks share memory, and {dispatch._unmeasured(op, 'float32')}")
 
 
 def again(group: ProcessGroup, file: str, kind: type[BaseException]) -> tuple[int, list[float]]:
@@ -216,7 +216,7 @@ def asked(group: ProcessGroup, file: str) -> list[tuple[str, str]]:
 
 def test_what_the_caller_asks_for_wins_over_the_table(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "table").write_text(planted("unfused", "unfused"))
-    without = ("decomposed", f"ranks share memory, and {dispatch._UNMEASURED} for matmul_all_reduce in float32")
+    without = ("decomposed", f"ranks share memory, and {dispatch._unmeasured('matmul_all_reduce', 'float32')}")
     for taken in pool.run(asked, str(tmp_path / "table"), world_size=2):
         assert taken == [("unfused", "measured"), without, without, ("decomposed", "asked for")]
 
@@ -331,7 +331,7 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
     known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (narrow,), {}), None)
     path = dispatch._decide(float8_task(), 2, known, False, False)
     assert path.schedule == "decomposed"
-    assert f"{dispatch._UNMEASURED} for all_gather_matmul in float8_e4m3fn" in path.reason
+    assert dispatch._unmeasured("all_gather_matmul", "float8_e4m3fn") in path.reason
     known = dispatch.Knowledge(
         tuning.Table({"cpu": "any"}, (narrow, replace(narrow, dtype="float8_e4m3fn")), {}), None
     )  # fmt: skip

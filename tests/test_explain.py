@@ -37,6 +37,14 @@ def test_all_reduce_sends_two_shares_and_uneven_shards_count_at_the_largest() ->
     assert (found.phases[0].sent, found.phases[0].flops) == (3 * 3 * 3 * 8, 2 * 3 * 10 * 3)
 
 
+def test_a_gather_that_both_gradients_share_counts_once() -> None:
+    found = explain("row-parallel, y split by rows", sizes={"M": 64, "K": 32, "N": 16}, mesh={"X": 4}, dtype="float32")
+    shard = 3 * 16 * 16 * 4
+    assert [phase.sent for phase in found.phases] == [shard, shard, shard]
+    assert found.sent == 2 * shard
+    assert "each rank sends 6.144 kB (what dx and dw share, once)" in str(found)
+
+
 def test_formulas_without_sizes() -> None:
     found = explain("[B, S_{dp,tp}, K] @ [K_{dp}, N_{tp}] -> [B, S_{dp}, N_{tp}]")
     assert [line.amount for line in found.phases[0].lines] == [

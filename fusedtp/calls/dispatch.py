@@ -381,7 +381,9 @@ def _unreachable(op: str, detail: str) -> Path:
     return Path(op, "unfused", reason)
 
 
-_UNMEASURED = "there is no valid measurement of this machine (`fusedtp tune` makes one)"
+def _unmeasured(op: str, dtype: str) -> str:
+    tune = f"`fusedtp tune --dtype {dtype}`"
+    return f"there is no valid measurement of this machine for {op} in {dtype} ({tune} makes one)"
 
 
 def _decide(
@@ -404,8 +406,8 @@ def _decide(
         # A named algorithm rules `unfused` out.
         return Path(op, allowed[0] if shape is None else "unfused", lacks)
     if on_gpu:
-        return Path(op, "fused", f"ranks reach each other's GPU memory, and {_UNMEASURED}")
-    return Path(op, "decomposed", f"ranks share memory, and {_UNMEASURED} for {op} in {name}")
+        return Path(op, "fused", f"ranks reach each other's GPU memory, and {_unmeasured(op, name)}")
+    return Path(op, "decomposed", f"ranks share memory, and {_unmeasured(op, name)}")
 
 
 def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:

@@ -373,13 +373,14 @@ def decide(
     are_alike = best != usual and {best, usual} <= sample.alike() & times.keys()
     # Noise at the measured size is noise here too, unless the model predicts a larger difference than its error.
     if are_alike and times[usual] / times[best] <= max(MODEL_ERROR, measured[usual] / measured[best]):
-        noise = f"{best} {measured[usual] / measured[best]:.2f}x as fast as {usual}, which is noise,"
-        return usual, f"as without a measurement: {noise} at {where}"
+        pair = {name: measured[name] for name in (best, usual)}
+        told = _versus(pair, min(pair, key=lambda name: pair[name]), pair)
+        return usual, f"as without a measurement: {told} at {where}"
     if are_alike:
         return best, f"predicted: {_versus(times, best)} here, though the difference is noise at {where}"
     fastest = min(measured, key=lambda name: measured[name])
     if best == fastest:
-        return best, f"measured: {_versus(measured, best)} at {where}"
+        return best, f"measured: {_versus(measured, best, sample.alike())} at {where}"
     return best, f"predicted: {_versus(times, best)} here, though {fastest} is the fastest at {where}"
 
 
@@ -406,11 +407,15 @@ def _corrected(predicted: float, there: float, measured: float) -> float:
     return max(corrected, _LEAST_US)
 
 
-def _versus(times: Mapping[str, float], best: str) -> str:
-    """Compare the fastest schedule with `unfused`; if `unfused` is the fastest, with the second fastest."""
+def _versus(times: Mapping[str, float], best: str, alike: Collection[str] = ()) -> str:
+    """Compare the fastest schedule with `unfused`; if `unfused` is the fastest, with the second fastest.
+
+    `alike`: schedules whose differences are noise.
+    """
     others = {name: time for name, time in times.items() if name != best}
     other = "unfused" if "unfused" in others else min(others, key=lambda name: others[name], default=best)
-    return f"{best} {times[other] / times[best]:.2f}x as fast as {other}" if others else f"{best} alone can run"
+    noise = ", which is noise," if best in alike and other in alike else ""
+    return f"{best} {times[other] / times[best]:.2f}x as fast as {other}{noise}" if others else f"{best} alone can run"
 
 
 @cache
