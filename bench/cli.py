@@ -204,7 +204,9 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
     report.show(rows, console, verbose=verbose)
     drawn = report.picture(together, path.with_suffix(".png"))
     told = f"{len(rows)} rows" + f" ({len(together)} in the file)" * (len(together) > len(rows))
-    console.print(f"{told}: {path}{f', picture: {path.stem}.png' if drawn else ''}", soft_wrap=True)
+    console.print(f"{told}: {path}", soft_wrap=True)
+    if drawn:
+        console.print(f"picture: {path.with_suffix('.png')}", soft_wrap=True)
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
         raise typer.Exit(1)
@@ -250,7 +252,7 @@ def train(
         far = max(abs(loss - other) for loss, other in zip(losses, reference, strict=False))
         count = f"{len(losses):3} step{'s' * (len(losses) != 1)}"
         console.print(f"{name:24} {count:9}  loss {losses[0]:.4f} -> {losses[-1]:.4f}  off by {far:.1e}")
-    console.print(f"curves: {csv}, picture: {csv.stem}.png", soft_wrap=True)
+    console.print(f"curves: {csv}\npicture: {csv.with_suffix('.png')}", soft_wrap=True)
     console.print("log-probabilities, compared with those of 1 rank, batch 1:")
     for num_ranks, batch, same, far in bits[1:]:
         told = "the same bits" if same else f"other bits, off by {far:.1e}"

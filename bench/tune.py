@@ -25,7 +25,7 @@ from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
-from .cases import EVERY_FLOAT8, OPS, SHAPES, Case, Shape, schedules_here, size_of
+from .cases import EVERY_FLOAT8, OPS, SHAPES, SHORT_DTYPES, Case, Shape, schedules_here, size_of
 from .intervals import Timing, ratio
 from .jobs import Job, estimate, seconds_of
 from .operands import device_here
@@ -139,8 +139,10 @@ def job_of(case: Case, seconds: float, num_gpus: int) -> Job:
 def about(step: Step, seconds: float, num_gpus: int) -> tuple[str, float]:
     """Return a step in words, and about how many seconds it takes."""
     if isinstance(step, Case):
-        return str(step), estimate(job_of(step, seconds, num_gpus))
-    return f"collectives of {step[2]} x {step[3]} {step[1]} on {step[0]}", seconds + 0.5
+        op, num_ranks, dtype, rows, cols, third = size_of(step)
+        told = f"{op} {rows} x {cols}, other length {third}, {SHORT_DTYPES.get(dtype, dtype)} on {num_ranks}"
+        return told, estimate(job_of(step, seconds, num_gpus))
+    return f"collectives {step[2]} x {step[3]}, {SHORT_DTYPES.get(step[1], step[1])} on {step[0]}", seconds + 0.5
 
 
 def tune(

@@ -246,6 +246,8 @@ def test_a_parallel_loss(group: ProcessGroup, sequence_parallel: bool) -> None:
         logits = model(input_ids=tokens_of()).logits
         assert isinstance(logits, DTensor)
         assert logits.placements == (Shard(2),)
+        with pytest.raises(NotImplementedError, match="generate of this LlamaForCausalLM needs whole logits"):
+            model.generate(tokens_of(), max_new_tokens=1)
         alike(model, dense, input_ids=tokens_of(), labels=tokens_of())
 
 

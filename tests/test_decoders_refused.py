@@ -100,6 +100,18 @@ def test_refused_by_name(make: Callable[[], Any], said: str) -> None:
         decoder_plan(make(), 2)
 
 
+def test_options_that_the_parameters_do_not_allow() -> None:
+    parts = r"order 'tree' needs parts of the 75 features of model\.layers\.\*\.mlp\.gate_proj .*, got \(38, 37\)"
+    with pytest.raises(ValueError, match=parts):
+        decoder_plan(decoder("Llama", intermediate_size=75).float(), 2, order="tree")
+    with pytest.raises(ValueError, match=r"parts of the 97 features of lm_head .*, got \(49, 48\)"):
+        decoder_plan(decoder("Llama", vocab_size=97).float(), 2, order="tree")
+    with pytest.raises(ValueError, match=r"order 'tree' is for .*, got torch\.float64"):
+        decoder_plan(decoder("Llama").double(), 2, order="tree")
+    with pytest.raises(ValueError, match=r"float8 is for parameters in .*, got torch\.float64"):
+        decoder_plan(decoder("Llama").double(), 2, float8="rowwise")
+
+
 def test_heads_that_cannot_be_shared_out() -> None:
     with pytest.raises(ValueError, match=r"model\.layers\.\*\.self_attn: 8 attention heads .* over 3 ranks"):
         decoder_plan(decoder("Llama"), 3)

@@ -38,6 +38,7 @@ from ..calls.parameters import same_as
 from ..errors import PeerTimeout, RanksDisagree
 from ..op import ANY_ORDER, RANK_ORDER, Options, Order
 from ..scaled import Float8
+from ..shards import chunk_sizes
 from ..workspaces import agreement, timeouts
 from . import lora
 from .embeddings import FusedEmbeddingParallel
@@ -179,6 +180,12 @@ class _Planner:
                         f"parallelize splits nn.Linear, and {self._of.layers}.{i}.{child}.{name} is {reason}"
                     )
 
+    def _check_even(self, path: str, length: int) -> None:
+        # A tree's leaves are alike on every rank.
+        if arguments.leaves_in(self._order) > 0:
+            sizes = chunk_sizes(length, self._ranks)
+            arguments.check_even(self._order, sizes, f"parts of the {length} features of {path}")
+
     def _block(self, path: str, child: nn.Module, columns: list[str], rows: list[str]) -> None:
         # Split a block's linears: first ones by columns, last ones by rows.
         heads = self._heads(path, child)
@@ -190,6 +197,8 @@ class _Planner:
         pieces: dict[str, int] = {}
         for name in columns:
             lengths, counts = self._parts(f"{path}.{name}", child.get_submodule(name), child, heads)
+            for length in lengths:
+                self._check_even(f"{path}.{name}", length)
             names = [name]
             if len(lengths) > 1 or is_conv1d(child.get_submodule(name)):
                 self._add(f"{path}.{name}", Unpack(lengths))
@@ -305,6 +314,7 @@ class _Planner:
         (name,) = [name for name, each in model.named_modules() if each is head]
         if reason := unfit(head):
             raise NotImplementedError(f"parallelize splits an nn.Linear, and {name} is {reason}")
+        self._check_even(name, head.out_features)
         embedding = model.get_input_embeddings()
         output: dict[str, Any] = {"output_layouts": Replicate()}
         if self._split_logits:
@@ -322,15 +332,16 @@ def decoder_plan(
     """Return the plan that `parallelize` applies: styles by module name, in which * stands for any one name.
 
     Names are those in the model without adapters. The options are those of `parallelize`. Raises NotImplementedError
-    for a model that is no decoder as described above, and ValueError if its heads cannot be divided over the ranks.
-    Both name the module.
+    for a model that is no decoder as described above, and ValueError if its heads cannot be divided over the ranks, or
+    with order "tree" its features into equal parts. Both name the module.
     """
     split = arguments.flag("sequence_parallel", sequence_parallel)
     dispatch.check_schedule(schedule)
     split_logits = arguments.flag("loss_parallel", loss_parallel)
-    recipe = arguments.float8_of(float8)
-    arguments.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks)
     decoder = lora.model_of(model)
+    dtype = next((each.dtype for each in decoder.parameters()), None)
+    recipe = arguments.float8_of(float8, dtype, "parameters")
+    arguments.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks, dtype)
     if found := next((name for name, each in decoder.named_parameters() if isinstance(each, DTensor)), None):
         raise NotImplementedError(
             f"parallelize splits a model that every rank has whole, and {found} of this {type(decoder).__name__} is a "
@@ -441,7 +452,7 @@ def parallelize(
     for module in adapted.values():
         lora.split(module, device_mesh, src_data_rank)
     for module in model.modules():
-        for name, instead in _REPLACED.items():
+        for name, instead in {**_REPLACED, **({"generate": _generate} if loss_parallel else {})}.items():
             if hasattr(type(module), name):
                 setattr(module, name, partial(instead, module))
     if src_data_rank is not None:
@@ -468,6 +479,12 @@ def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, *
 def _resize(model: Any, *args: Any, **options: Any) -> Any:
     name = type(model).__name__
     raise NotImplementedError(f"parallelize has split the embeddings of this {name}: resize them before parallelize")
+
+
+def _generate(model: Any, *args: Any, **options: Any) -> Any:
+    raise NotImplementedError(
+        f"generate of this {type(model).__name__} needs whole logits: call parallelize without loss_parallel"
+    )
 
 
 # Methods of transformers and peft, and the functions that replace them on a split model.

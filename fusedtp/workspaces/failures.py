@@ -127,8 +127,8 @@ class Failing:
         called = {(each.get("op"), each["sizes"]) for each in everyone if each and "sizes" in each}
         if len(called) > 1 and len({name for name, _ in called}) == 1:
             text += (
-                ". Shards of different lengths need all of them on every rank: `sizes`, a layer's `sequence_sizes`, or "
-                "a DTensor for a style"
+                ". These count rows, a length times the batch. Shards of different lengths need all lengths on every "
+                "rank: `sizes`, a layer's `sequence_sizes`, or a DTensor for a style"
             )
         text += ". Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
