@@ -140,7 +140,7 @@ def about(step: Step, seconds: float, num_gpus: int) -> tuple[str, float]:
     """Return a step in words, and about how many seconds it takes."""
     if isinstance(step, Case):
         op, num_ranks, dtype, rows, cols, third = size_of(step)
-        told = f"{op} {rows} x {cols}, other length {third}, {SHORT_DTYPES.get(dtype, dtype)} on {num_ranks}"
+        told = f"{op} {rows} x {cols}, other {third}, {SHORT_DTYPES.get(dtype, dtype)} on {num_ranks}"
         return told, estimate(job_of(step, seconds, num_gpus))
     return f"collectives {step[2]} x {step[3]}, {SHORT_DTYPES.get(step[1], step[1])} on {step[0]}", seconds + 0.5
 
