@@ -333,6 +333,8 @@ def overhead(
     with arguments.progress(console, steps, f"{out} is as it was") as done:
         frame = layers.overhead(out, rounds, done)
     layers.overhead_table(frame).print(console)
+    if frame["q1_us"].min() < 0:
+        console.print("Careful, calls took less than their parts: take more --rounds, on a quiet machine.")
     console.print(f"both: forward and backward. Rows added to {out}", soft_wrap=True)
 
 

@@ -104,7 +104,7 @@ def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) 
     out = tmp_path / "overhead.csv"
     columns = "commit,dirty,machine,torch,world_size,direction,rows,features,overhead_us,q1_us,q3_us,linear_us"
     out.write_text(f"{columns}\nbefore,False,another,2.11.0,1,forward,8,64,200.0,190.0,210.0,5.0\n")
-    command("overhead", "--out", out, "--rounds", 3)
+    said = command("overhead", "--out", out, "--rounds", 3)
     rows = pd.read_csv(out)
     assert ",".join(rows.columns) == columns
     assert rows.commit[0] == "before"
@@ -116,4 +116,5 @@ def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) 
     assert rows.overhead_us[rows.world_size == 1].gt(1).all(), rows
     assert rows.linear_us.between(1, 10_000).all(), rows
     assert (rows.q1_us <= rows.overhead_us).all()
+    assert ("Careful, calls took less than their parts" in said) == (rows.q1_us[1:].min() < 0)
     assert (rows.overhead_us <= rows.q3_us).all()

@@ -85,7 +85,7 @@ def refused(group: ProcessGroup) -> None:
 
     # The sums of OLMo2's norms of queries and keys are added in rank order.
     with pytest.raises(NotImplementedError, match=r"order 'tree' is not kept by .*_norm, a norm over features"):
-        decoder_plan(decoder("OLMo2"), 2, order="tree")
+        decoder_plan(decoder("OLMo2").float(), 2, order="tree")
     decoder_plan(decoder("OLMo2"), 2, order="rank")
 
 
