@@ -398,6 +398,8 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     ):
         found += [make_row(M=size, median_ms=1.0)]
         found += [make_row(M=size, variant="decomposed", median_ms=median, p20_ms=p20, p80_ms=p80)]
+    shown = tables.times(frame_of(found), "forward").cells["speed-up\ndecomposed"]
+    assert list(shown) == ["2.00x", "1.25x", "~2.50x", "~0.91x"]
     gain, ends = tables.verdict(frame_of(found))
     assert gain.startswith("Gain: decomposed is faster than unfused in 2 of 4 cases, slower in 0")
     most = r"Largest speed-up beyond noise: 2\.00x \(.* at .*512 x 1024.*; smallest: "
