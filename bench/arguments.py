@@ -192,21 +192,26 @@ def finite(value: float | None) -> float | None:
 
 def folder(out: Path, name: str = "", option: str = "--out") -> Path:
     """Return the folder `out`/`name`, created if missing; BadParameter, before any measurement, if not writable."""
-    path = out / name
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
-    except OSError as error:
-        raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}: {error}") from error
+    if why := _unwritable(out / name):
+        raise typer.BadParameter(f"{option} must be a folder that can be written, got {str(out)!r}: {why}")
+    return out / name
 
 
 def file(path: Path, option: str) -> Path:
     """Return the path of a file to write, in a folder that is created if missing; BadParameter if not writable."""
-    if path.is_dir():
-        raise typer.BadParameter(f"{option} must be a file, got the folder {str(path)!r}")
-    folder(path.parent, option=option)
+    if why := "it is a folder" if path.is_dir() else _unwritable(path.parent):
+        raise typer.BadParameter(f"{option} must be a file that can be written, got {str(path)!r}: {why}")
     return path
+
+
+def _unwritable(path: Path) -> str:
+    # Why no file can be written in this folder, or "".
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return ""
+    except OSError as error:
+        return f"{path}: {error.strerror}"
 
 
 def shape(text: str, option: str = "--shape", lengths: str = "M,N,K") -> Shape:

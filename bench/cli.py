@@ -181,6 +181,10 @@ def sweep(
         console.print(f"warning: {text}", style="yellow")
     if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
         console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
+    if not machine.num_gpus and (most := max(job.case.world_size for job in jobs)) > machine.cores:
+        console.print(
+            f"{most} ranks on {machine.cores} cores take turns: their times say little about a larger machine"
+        )
     run = run_launched if is_launched else run_spawned
     kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]

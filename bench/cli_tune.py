@@ -101,7 +101,7 @@ def tune(
         show_current_tiles(table, console)
         return
 
-    arguments.file(target, "--out")
+    arguments.file(target, "--out" if out else f"the file of measurements ({tuning.ENVIRONMENT})")
     machine = tuning.identity()
     num_gpus = machine["num_gpus"]
     world_sizes = (2, 4, 8) if world_size is None else arguments.ranks(world_size)
@@ -166,7 +166,8 @@ def show_table(measured: Measurements, console: Console) -> None:
     CellTable.of("tuning", "measured on this machine", lines, optional=("25 to 75 %",)).print(console, "op")
     if num_noise:
         told = f"In {num_noise} of {len(lines)} lines the difference is noise"
-        what = "auto takes what it would without a measurement, unless that is slower beyond noise"
+        unless = ", unless that is slower beyond noise" * any(len(sample.ms) > 2 for sample in measured.samples)
+        what = f"auto takes what it would without a measurement{unless}"
         console.print(f"{told}: {what}.")
     spreads = [
         (each.p75[name] - each.p25[name]) / each.ms[name]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from .cases import SHORT_DTYPES, TITLES
+from .cases import ALONE, SHORT_DTYPES, TITLES
 from .frames import BASELINE
 from .intervals import Interval, busy, measured, ratio
 from .store import Measurement
@@ -91,6 +91,8 @@ def compare(
             found.drifts.append(time_b.median_ms / time_a.median_ms)
             if not absolute:
                 continue
+        if not absolute and b.variant in ALONE:
+            continue
         if not absolute:
             base_a, base_b = (measured(rows.get((b.case, BASELINE))) for rows in (old, new))
             if base_a is None or base_b is None:
@@ -162,20 +164,20 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
             table = CellTable.of("", title, lines[::-1] if verdict == "faster" else lines)
             table.print(console, "op", None if verdict else "dim")
     told = [in_common(found)]
+    told += [
+        f"{name}: {warning}" for name, rows in (("A", found.before), ("B", found.after)) if (warning := busy(rows))
+    ]
+    if found.drifts and not absolute:
+        drift = geometric_mean(found.drifts)
+        told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]
     if total:
         counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
         told += [f"{total} ratios, {what}: {counts} in B, at {level}."]
         mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
         told += [
             f"Geometric mean of B / A: {mean:.3f}.",
-            f"Without a change about {by_chance:.1f} cases differ by chance.",
+            f"Without a change about {by_chance:.1f} cases differ by chance, on a machine as quiet in both.",
         ]
-    if found.drifts and not absolute:
-        drift = geometric_mean(found.drifts)
-        told += [f"{BASELINE} itself: geometric mean of B / A {drift:.3f}; the other ratios are relative to it."]
     told += _apart(found, everything)
-    told += [
-        f"{name}: {warning}" for name, rows in (("A", found.before), ("B", found.after)) if (warning := busy(rows))
-    ]
     for line in told:
         console.print(line)

@@ -257,7 +257,7 @@ def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     not_run = f"does not run: {found.lacks}" if found.lacks else ""
     yield "decomposed", not_run or "runs"
     shared = "; several ranks would share the one GPU: checked, never timed" if found.num_gpus == 1 else ""
-    fused = f"runs{shared}" if found.num_gpus else "interpreted (TRITON_INTERPRET=1): checked, never timed"
+    fused = f"runs{shared}" if found.num_gpus else "runs in Triton's interpreter: checked, never timed"
     yield "fused", not_run or fused
     yield "auto", f"{found.auto}; {found.ignored}" if found.ignored else found.auto
     if found.reached and found.table is not None:

@@ -8,7 +8,7 @@ the cost model predicts a time for every step.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -52,9 +52,11 @@ class Line:
     sent: int | None
     flops: int | None
     predicted: Prediction | None = None
+    # True for a step of dw that dx has done.
+    done: bool = False
 
     def __str__(self) -> str:
-        return f"{self.step}{', one op' * self.step.fused}"
+        return f"{self.step}{', one op' * self.step.fused}{', done for dx' * self.done}"
 
     @property
     def us(self) -> float | None:
@@ -113,24 +115,13 @@ class Explanation:
     given: str
     phases: tuple[Phase, Phase, Phase]
     notes: tuple[str, ...]
-    # Steps of dw that repeat steps of dx: they run once.
-    shared: tuple[Step, ...] = ()
-
-    @property
-    def sent(self) -> int | None:
-        """Return the bytes that a rank sends in all, None without sizes."""
-        *_, dw = self.phases
-        once = [line.sent for line in dw.lines if replace(line.step, fused=False) in self.shared]
-        sent, again = _total([phase.sent for phase in self.phases]), _total(once)
-        return None if sent is None or again is None else sent - again
 
     def __str__(self) -> str:
         parts = ["\n".join(map(_wrapped, filter(None, (str(self.spec), self.given, _WORDS)))), *map(str, self.phases)]
-        num_flops = _total([phase.flops for phase in self.phases])
-        if self.sent is not None and num_flops is not None:
-            once = " (what dx and dw share, once)" if self.shared else ""
-            computes = quantity(num_flops, "FLOP")
-            parts.append(f"In all, each rank sends {quantity(self.sent, 'B')}{once} and computes {computes}.")
+        sent, num_flops = (_total([getattr(phase, name) for phase in self.phases]) for name in ("sent", "flops"))
+        if sent is not None and num_flops is not None:
+            amounts = f"sends {quantity(sent, 'B')} and computes {quantity(num_flops, 'FLOP')}"
+            parts.append(_wrapped(f"In all, each rank {amounts}."))
         return "\n\n".join([*parts, *map(_wrapped, self.notes)])
 
 
@@ -179,8 +170,10 @@ def explain(
         given = f"{lengths}, mesh {ranks or 'of one rank'}, {name}"
         given += f", sums in {made_of(name)}, scales not counted" if is_float8(name) else ""
         given += f", times predicted for {machine.title}, not measured" if machine is not None else ""
-    forward, dx, dw = (_phase(matmul, measured, machine, name) for matmul in plans.matmuls)
-    return Explanation(spec, given, (forward, dx, dw), _notes(plans), plans.shared)
+    forward, dx, dw = (
+        _phase(matmul, measured, machine, name, plans.shared if matmul is plans.dw else ()) for matmul in plans.matmuls
+    )
+    return Explanation(spec, given, (forward, dx, dw), _notes(plans))
 
 
 def table(specs: Mapping[str, str] = NAMED) -> list[CommunicationRow]:
@@ -199,9 +192,11 @@ def table_markdown(specs: Mapping[str, str] = NAMED) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _phase(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> Phase:
+def _phase(
+    matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str, done: Sequence[Step]
+) -> Phase:
     notation = f"{matmul.a} @ {matmul.b} -> {matmul.c}"
-    lines = _lines(matmul, sizes, machine, dtype)
+    lines = _lines(matmul, sizes, machine, dtype, done)
     return Phase(_FORMULAS[matmul.names[2]], notation, lines, _reason(matmul, sizes, dtype))
 
 
@@ -223,9 +218,17 @@ def _reason(matmul: MatmulPlan, sizes: Sizes | None, dtype: str) -> str:
     return f"Chosen: cheapest in bytes, collectives and FLOPs. Compared with {steps}: {price}."
 
 
-def _lines(matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str) -> tuple[Line, ...]:
+def _lines(
+    matmul: MatmulPlan, sizes: Sizes | None, machine: Hardware | None, dtype: str, done: Sequence[Step] = ()
+) -> tuple[Line, ...]:
     lines = []
+    is_done = matmul.fused is not None and replace(matmul.fused, fused=False) in done
     for step, before, after in matmul.walked:
+        # Without its collective the matmul is alone.
+        step = replace(step, fused=False) if is_done else step
+        if step in done:
+            lines.append(Line(step, "", 0 if sizes else None, 0 if sizes else None, done=True))
+            continue
         predicted = _predicted(matmul, step, before, sizes, machine, dtype) if sizes and machine else None
         if step.kind == "matmul":
             split = {dim.name: dim.axes for tensor in before for dim in tensor.dims}

@@ -67,7 +67,8 @@ def leaves_of(asked: Options, world_size: int, dtype: torch.dtype | None = None)
 def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") -> None:
     """Raise ValueError unless every rank's part of the contraction has the same length."""
     if len(set(sizes)) > 1:
-        raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}")
+        remedy = f"pad them, or take order {RANK_ORDER!r}"
+        raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}: {remedy}")
 
 
 def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
