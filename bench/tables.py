@@ -303,9 +303,9 @@ def verdict(frame: pd.DataFrame) -> list[str]:
             f"Largest speed-up{beyond}: {_ratio(most)}{f'; smallest: {_ratio(least)}' if len(rows) > 1 else ''}."
         )
     # Strip the op and dtype of the case from the reason.
-    taken = [
-        re.sub(r" for \w+ in \w+(?= \(|$)", "", path) for path in shown["path"][shown["variant"] == "auto"] if path
-    ]
+    of_case = re.compile(r" for \w+ in \w+ \(`fusedtp tune --dtype \w+` ")
+    auto = shown["path"][shown["variant"] == "auto"]
+    taken = [of_case.sub(" (`fusedtp tune` ", path) for path in auto if path]
     of = Counter(path.partition(": ")[0] for path in taken)
     for schedule, count in of.most_common():
         # Reasons of one kind differ in sizes and ratios: show the first of each.
