@@ -64,16 +64,15 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
     console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
     columns = (TimeElapsedColumn(), BarColumn(12), "{task.fields[left]} left: {task.description}")
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        first, over_by_now = 0.0, 0
+        first = 0.0
         task, left = (
             bar.add_task(f"start of ranks, {steps[0][0]}", total=total, left=duration(total)),
             iter(enumerate(steps, 1)),
         )
 
         def done() -> None:
-            nonlocal first, over_by_now
+            nonlocal first
             number, (text, _) = next(left)
-            over_by_now = number
             past, rest = time.monotonic() - begin, sum(seconds for _, seconds in steps[number:])
             # Assume the pace so far for the share of the rest that is over: that of a few steps may be anything. Leave
             # out the first step, which starts the ranks.
@@ -90,7 +89,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             yield done
         except KeyboardInterrupt:
             bar.stop()
-            told = kept if over_by_now else "no step had ended, and no file was changed"
+            told = kept if first else "no step had ended, and no file was changed"
             console.print(f"Stopped after {duration(time.monotonic() - begin)}:\n{told}", soft_wrap=True)
             raise typer.Exit(130) from None
 

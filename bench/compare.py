@@ -1,8 +1,9 @@
 """Compare two files of rows: list which variants got faster or slower, each with a confidence interval.
 
 Rows are matched by case and variant. By default `compare` takes each variant's time over the time of `unfused` in the
-same round. A slower machine slows both, so the ratio stays. `absolute` compares the times themselves. A row is faster
-or slower if its interval (`intervals`) leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
+same round. A slower machine slows both, so the ratio stays. The matmul and the collective, each alone, have no such
+ratio. `absolute` compares the times themselves, theirs too. A row is faster or slower if its interval (`intervals`)
+leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
 """
 
 from __future__ import annotations
@@ -89,11 +90,9 @@ def compare(
             continue
         if b.variant == BASELINE:
             found.drifts.append(time_b.median_ms / time_a.median_ms)
-            if not absolute:
-                continue
-        if not absolute and b.variant in ALONE:
-            continue
         if not absolute:
+            if b.variant in (BASELINE, *ALONE):
+                continue
             base_a, base_b = (measured(rows.get((b.case, BASELINE))) for rows in (old, new))
             if base_a is None or base_b is None:
                 found.without_baseline.append(b)

@@ -120,6 +120,11 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
     assert measured(predicted) is None
     # another direction of the same matmul is a different case
     assert compare([base, ours], [replace(row, direction="backward") for row in (base, ours)]).changes == []
+    # What sends nothing has no ratio to the baseline.
+    matmul = replace(base, variant="matmul")
+    for absolute, variants in ((False, ["decomposed"]), (True, ["decomposed", "matmul", "unfused"])):
+        changes = compare([base, ours, matmul], [base, ours, matmul], absolute=absolute).changes
+        assert sorted(change.after.variant for change in changes) == variants
     assert conditions([base], [base]) == []
     assert conditions([base], [replace(base, threads=2)]) == ["threads: 0 in A, 2 in B"]
 
