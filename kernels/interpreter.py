@@ -11,6 +11,8 @@ Costs that are removed:
 
 Errors that are fixed:
 - float32 is truncated to bfloat16, subnormal bfloat16 becomes zero, and matrix products take its bits for integers.
+- Matrix products are NumPy's. Its BLAS may add a row in another order at another position of a tile, as OpenBLAS does
+  for processors with AVX2 but without AVX-512. A matrix unit adds every row alike.
 - Triton 3.6 calls `int` on a loop's bounds, arrays of one element, which NumPy 2.4 refuses unless 0-dimensional.
 - Triton 3.9 refuses masks that are not bool, and makes a scalar comparison an integer when it broadcasts the result.
 """
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -125,6 +128,15 @@ def _keep_conditions() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
+def _in_order(a: Any, b: Any, acc: Any) -> Any:
+    """Return acc [M, N] + a [M, K] @ b [K, N], each element added from the first product to the last."""
+    total, product = np.array(acc, "float32"), np.empty(acc.shape, "float32")
+    for column, row in zip(np.ascontiguousarray(a.T), b, strict=True):
+        np.multiply(column[:, None], row, out=product)
+        np.add(total, product, out=total)
+    return total
+
+
 def _convert_exactly() -> None:
     convert, every = interpreter._convert_float, torch.arange(256, dtype=torch.uint8, device="cpu")
     tables = {
@@ -153,7 +165,7 @@ def _convert_exactly() -> None:
             else convert_float(each.data, each.dtype, tl.float32, None).view("float32")
             for each in (a, b)
         ]  # fmt: skip
-        return interpreter.TensorHandle(wide[0] @ wide[1] + acc.data, acc.dtype.scalar)
+        return interpreter.TensorHandle(_in_order(wide[0], wide[1], acc.data), acc.dtype.scalar)
 
     interpreter._convert_float = convert_float
     InterpreterBuilder.create_dot = create_dot

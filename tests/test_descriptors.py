@@ -53,7 +53,7 @@ def stored(x: Tensor, by: str) -> Tensor:
 
 
 def operands(dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    # Whole numbers: sums are exact in any order that the interpreter's BLAS takes for a layout.
+    # Whole numbers: sums are exact, as in the reference.
     random = torch.Generator().manual_seed(seed)
     a, b, bias = (torch.randint(-3, 4, shape, generator=random) for shape in ((M, K), (K, N), (N,)))
     return a.to(dtype), b.to(dtype), bias.to(dtype)

@@ -184,6 +184,6 @@ def check_ranks(by_rank: list[dict[str, Tensor]]) -> None:
         for name, out in outs.items():
             if name.startswith(("all_gather ", "all_reduce", "matmul_all_reduce")):
                 same_bits(out, by_rank[0][name], f"{name} on rank {rank} and on rank 0")
-        # For a matmul only exact partials (above) are compared: others may differ in bits if their tiles begin
-        # elsewhere, as NumPy's products, which the interpreter uses, do on some processors.
+        # For a matmul only exact partials (above) are compared: a library may add others in another order for another
+        # number of rows.
         same_bits(outs["all_reduce one_shot"], outs["all_reduce two_shot"], "all_reduce, one shot and two")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
+from .conftest import PoisonedPool
 from .harness import last_path, spread, told
 
 # Leaves differ in length, and every number of ranks cuts at leaves.
@@ -183,6 +186,46 @@ def near(group: ProcessGroup, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tree_is_right_and_a_row_the_same_in_any_batch(pool: RankPool, dtype: torch.dtype, world_size: int) -> None:
     pool.run(near, dtype, world_size=world_size)
+
+
+def moved(group: ProcessGroup, order: str) -> None:
+    """Check that rows and columns have their bits wherever they begin in a tile."""
+    x, w, rank = drawn(35, 40, dtype=torch.float32), drawn(37, 40, dtype=torch.float32, seed=1), group.rank()
+    options: dict[str, Any] = {"group": group, "schedule": "fused", "order": order}
+    first: list[Tensor] = []
+    for by in range(16):
+        cuts = [(by + 1, len(each) - by - 1) for each in (x, w)]
+        own, cols = (each.split(cut)[rank] for each, cut in zip((x, w), cuts, strict=True))
+        gathered = whole(fusedtp.all_gather_linear(own, cols, sizes=cuts[0], **options), 1, group)
+        a, b = (each.chunk(2, 1)[rank] for each in (x, w))
+        scattered = whole(fusedtp.linear_reduce_scatter(a, b, sizes=cuts[0], **options), 0, group)
+        a, b = (each.roll(by, 0) for each in (a, b))
+        reduced = (
+            fusedtp.linear_all_reduce(a, b, algorithm=algorithm, **options).roll((-by, -by), (0, 1))
+            for algorithm in ("one_shot", "two_shot")
+        )
+        first = first or [gathered, scattered]
+        assert torch.equal(gathered, first[0]), f"gathered rows moved by {by}"
+        for name, found in zip(("scattered", "one shot", "two shot"), (scattered, *reduced), strict=True):
+            assert torch.equal(found, first[1]), f"{name}, rows moved by {by}"
+    if order == "tree":
+        assert torch.equal(*first)
+
+
+def cores() -> list[str]:
+    """Return processors that OpenBLAS can take this one for. At another position of a tile Haswell's kernels, unlike
+    Sandybridge's and SkylakeX's, add a row in another order.
+    """
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    needed = {"Haswell": {"avx2", "fma"}, "Sandybridge": {"avx"}, "Prescott": set()}
+    return [core for core, its in needed.items() if its <= flags][:2]
+
+
+@pytest.mark.parametrize("core", cores())
+def test_rows_have_their_bits_wherever_they_begin_on_any_processor(core: str) -> None:
+    with PoisonedPool(2, env={"OPENBLAS_CORETYPE": core}, timeout=300) as ranks:
+        for order in ("rank", "tree"):
+            ranks.run(moved, order)
 
 
 def compiled(group: ProcessGroup) -> None:
