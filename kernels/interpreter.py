@@ -26,7 +26,6 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
@@ -130,10 +129,9 @@ def _keep_conditions() -> None:
 
 def _in_order(a: Any, b: Any, acc: Any) -> Any:
     """Return acc [M, N] + a [M, K] @ b [K, N], each element added from the first product to the last."""
-    total, product = np.array(acc, "float32"), np.empty(acc.shape, "float32")
-    for column, row in zip(np.ascontiguousarray(a.T), b, strict=True):
-        np.multiply(column[:, None], row, out=product)
-        np.add(total, product, out=total)
+    total = acc.astype("float32")
+    for column, row in zip(a.T.copy(), b, strict=True):
+        total += column[:, None] * row
     return total
 
 
