@@ -151,14 +151,14 @@ class ShardedLinear(parameters.Watched):
         self, problem: ProblemFunction, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
         norm: Norm | None = None,
     ) -> Any:  # fmt: skip
-        self.check_parameters()
+        weight, bias = self.read("weight", "bias")
         if not self._is_padded and self._matrices == 1:
             return autograd.apply(
-                problem, x, self.weight, self.bias, self.group, self.options, along, residual, norm, of_layer=True
+                problem, x, weight, bias, self.group, self.options, along, residual, norm, of_layer=True
             )
         size, several = self._sizes[self.group.rank()], self._matrices > 1
-        weight: Any = self._own("weight", self.weight, size, 2 + several)
-        bias: Any = None if self.bias is None else self._own("bias", self.bias, size, 1 + several)
+        weight = self._own("weight", weight, size, 2 + several)
+        bias = None if bias is None else self._own("bias", bias, size, 1 + several)
         if several:
             weight, bias = weight.unbind(), (None,) * self._matrices if bias is None else bias.unbind()
         norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
@@ -340,9 +340,7 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return y, or y + residual, which is split like y; with a norm (normed, y)."""
-        norm: Norm | None = None
-        if self.norm_weight is not None:
-            norm = Norm(self.norm or "", self.norm_eps, self.norm_weight, self.norm_bias)
+        norm = None if self.norm is None else Norm(self.norm, self.norm_eps, *self.read("norm_weight", "norm_bias"))
         if not self.sequence_parallel:
             return self._linear(problems.all_reduce_problem, x, (), residual, norm)  # type: ignore[no-any-return]
         along = self.scatter_dim, self.sequence_sizes

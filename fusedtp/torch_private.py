@@ -124,6 +124,36 @@ def dtensor_like(values: Tensor, dtensor: Any) -> Tensor:
     return made
 
 
+def on_multi_tensor_changes(count: Callable[[Any], None]) -> None:
+    """Call `count` with each DTensor that a multi-tensor op has changed in place: `torch._foreach_*_`, `_fused_*_`.
+
+    torch raises the version of a plain tensor then, and on a CPU neither a DTensor's nor its local tensor's. A handler
+    of DTensor's dispatcher replaces the dispatch of an op (torch/distributed/tensor/_dispatch.py).
+    """
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+
+    def changed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Without a handler the dispatcher runs the op itself.
+        dispatcher._custom_op_handlers.pop(op, None)
+        try:
+            made = op(*args, **kwargs)
+        finally:
+            dispatcher._custom_op_handlers[op] = changed
+        # The first argument has the parameters, the others gradients and an optimizer's state.
+        for each in args[0]:
+            if isinstance(each, DTensor):
+                count(each)
+        return made
+
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if packet.startswith(("_foreach_", "_fused_")) and packet.endswith("_"):
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            dispatcher._custom_op_handlers.setdefault(op, changed)
+
+
 # Tensors that later calls use are always made outside of torch.inference_mode: an op in training may neither write nor
 # view an inference tensor.
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 from fusedtp import (
     ColumnParallelLinear,
@@ -69,6 +69,7 @@ class Here:
         self.theirs = self.styled(ColwiseParallel())
         together = parallelize_module(nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 8)}), self.mesh,
                                       FusedGroup("q", "k"))  # fmt: skip
+        self.normed = self.styled(FusedNormParallel(), module=nn.RMSNorm(8))
         made = (
             self.columnwise, self.rowwise, together["q"],
             self.styled(FusedEmbeddingParallel(), module=nn.Embedding(8, 8)),
@@ -228,6 +229,9 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: torch.distributed.tensor.parallel."),
     ("a style on a subclass", lambda h: h.styled(FusedColwiseParallel(), module=NonDynamicallyQuantizableLinear(4, 4)),
      NotImplementedError, "got NonDynamicallyQuantizableLinear, a subclass that may compute something else"),
+    ("a parametrization on a norm with a style",
+     lambda h: parametrize.register_parametrization(h.normed, "weight", nn.Tanh()),
+     NotImplementedError, "the weight of this ParametrizedFusedRMSNorm cannot be computed before each call"),
     ("a style on a parametrized weight",
      lambda h: h.styled(FusedColwiseParallel(), module=parametrizations.weight_norm(nn.Linear(4, 4))),
      NotImplementedError, "got one with a parametrization: remove_parametrizations first"),

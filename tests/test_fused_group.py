@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
+from torch.optim.adamw import adamw
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import fusedtp
@@ -171,6 +175,77 @@ def test_calls_that_do_not_belong_together(group: ProcessGroup) -> None:
         assert q(y).dtype == torch.bfloat16
     with torch.autocast("cpu", dtype=torch.float16):
         assert k(y).dtype == torch.float16
+
+
+def moved(x: Tensor) -> None:
+    """Give x other memory twice: the second allocation may have the first one's address."""
+    for factor in (3, 2 / 3):
+        x.data = (x.data * factor).clone()
+
+
+def replaced(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 2)
+    torch._foreach_mul_([linear.weight], 2.0)
+
+
+def averaged(linear: nn.Linear) -> None:
+    own = list(linear.parameters())
+    get_ema_multi_avg_fn(0.5)(own, [3 * each for each in own], 1)  # type: ignore[no-untyped-call]
+
+
+def stepped(linear: nn.Linear, **options: Any) -> None:
+    """Step by the function of torch's optimizer."""
+    own = [linear.weight]
+    grads, *averages = ([torch.full_like(each, value) for each in own] for value in (1.0, 0.0, 0.0))
+    adamw(
+        own, grads, *averages, [], [torch.tensor(1.0)], amsgrad=False, beta1=0.9, beta2=0.9, lr=0.1, weight_decay=0.0,
+        eps=1e-8, maximize=False, **options,
+    )  # fmt: skip
+
+
+# Changes of an input, or of a linear, between the calls of a group's linears.
+OF_X: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda x: x.mul_(2), "foreach": lambda x: torch._foreach_mul_([x], 2.0), "data": moved,
+    "set_": lambda x: x.set_(2 * x), "part of the memory": lambda x: x.set_(x.untyped_storage(), 1, (1, HIDDEN)),  # type: ignore[call-overload]
+}  # fmt: skip
+OF_LINEAR: dict[str, Callable[[nn.Linear], object]] = {
+    "in place": lambda linear: linear.weight.mul_(2),
+    "foreach": lambda linear: torch._foreach_mul_(list(linear.parameters()), 2.0),
+    "foreach of what is detached": lambda linear: torch._foreach_mul_([linear.weight.detach()], 2.0),
+    "data of a part": lambda linear: moved(getattr(linear.weight, "_local_tensor", linear.weight)),
+    "average": averaged, "step": partial(stepped, foreach=True), "fused step": partial(stepped, fused=True),
+    "replaced": replaced,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+@on_ranks(2)
+def test_changes_between_the_calls(group: ProcessGroup, has_grad: bool) -> None:
+    """Each linear gives the result for the input and the weight of its own call; the other results are still right."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    options: dict[str, Any] = {"output_layouts": Replicate()}
+    for name, change in (*OF_X.items(), *OF_LINEAR.items()):
+        dense = attention()
+        module = parallelize_module(
+            copy.deepcopy(dense), mesh, {"": fusedtp.FusedGroup("q_proj", "k_proj", "v_proj", **options)}
+        )
+        x = torch.randn(2, HIDDEN, dtype=torch.float64)
+        given = [x.clone(), x.clone()] if change in OF_X.values() else [x, x]
+        with torch.set_grad_enabled(has_grad):
+            for each, own in zip((dense, module), given, strict=True):
+                each.q_proj(own)
+        with torch.no_grad():
+            for each, own in zip((dense, module), given, strict=True):
+                change(own if change in OF_X.values() else each.k_proj)  # type: ignore[arg-type]
+        with torch.set_grad_enabled(has_grad):
+            for key in ("k_proj", "v_proj"):
+                expected, y = (getattr(each, key)(own) for each, own in zip((dense, module), given, strict=True))
+                assert y.requires_grad == has_grad
+                close(y, expected, f"{key} after {name}")
+    whole = distribute_tensor(x.clone(), mesh, [Replicate()])
+    module.q_proj(whole)
+    torch._foreach_mul_([whole], 2.0)
+    close(module.k_proj(whole), dense.k_proj(2 * x), "k of a changed DTensor")
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

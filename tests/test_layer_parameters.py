@@ -4,7 +4,9 @@ to gather an input.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.optim.adamw import adamw
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import fusedtp
@@ -122,23 +126,25 @@ def by_function(mesh: DeviceMesh, weight: nn.Parameter, rows: slice) -> nn.Modul
     return module
 
 
-def holders_of_weights(mesh: DeviceMesh) -> dict[str, nn.Module]:
+def holders_of_weights(mesh: DeviceMesh, schedule: str = "auto") -> dict[str, nn.Module]:
     """Return modules of HIDDEN features whose weights are DTensors."""
-    options: dict[str, Any] = {"group": mesh}
+    options: dict[str, Any] = {"group": mesh, "schedule": schedule}
     uneven = [INNER] + [0] * (mesh.size() - 1)
     layer, frozen = (fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options) for _ in range(2))
     alone = nn.Parameter(distribute_tensor(torch.randn(4, HIDDEN), mesh, [Shard(0)]))
-    of_norm = fusedtp.RowParallelLinear(mesh.size() * HIDDEN, HIDDEN, norm="rms_norm", **options)
+    wide = mesh.size() * HIDDEN
     group = fusedtp.FusedGroup("a", "b", input_layouts=Shard(0), pieces={"b": 1})
     return {
         "column": fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options, activation="relu"),
         "float8": fusedtp.ColumnParallelLinear(HIDDEN, INNER, float8="rowwise", **options),
         "uneven": fusedtp.ColumnParallelLinear(HIDDEN, INNER, feature_sizes=uneven, **options),
-        "row": of_norm,
+        "row": fusedtp.RowParallelLinear(wide, HIDDEN, norm="rms_norm", **options),
+        "row, y whole": fusedtp.RowParallelLinear(wide, HIDDEN, norm="layer_norm", sequence_parallel=False, **options),
         "fsdp": fusedtp.FSDPLinear(HIDDEN, INNER, **options),
         "gelu": fusedtp.ParallelMLP(HIDDEN, INNER, **options),
         "swiglu": fusedtp.ParallelMLP(HIDDEN, INNER, activation="swiglu", **options),
         "colwise": parallelize_module(nn.Linear(HIDDEN, INNER), mesh, fusedtp.FusedColwiseParallel()),
+        "rowwise": parallelize_module(nn.Linear(wide, INNER), mesh, fusedtp.FusedRowwiseParallel()),
         "group": parallelize_module(Pair(), mesh, {"": group}),
         "function": by_function(mesh, layer.weight, slice(None)),
         "slice": by_function(mesh, layer.weight, slice(1, 2)),
@@ -159,10 +165,33 @@ def of_parts(module: nn.Module) -> None:
         each.to_local().mul_(2)  # type: ignore[operator]
 
 
-def stepped(module: nn.Module, **options: Any) -> None:
+def stepped(module: nn.Module, kind: Any = torch.optim.SGD, **options: Any) -> None:
     for each in module.parameters():
         each.grad = torch.ones_like(each) if each.requires_grad else None
-    torch.optim.SGD(module.parameters(), lr=0.5, **options).step()
+    kind(module.parameters(), lr=0.5, **options).step()
+
+
+@torch.no_grad()
+def by_foreach(module: nn.Module) -> None:
+    torch._foreach_mul_([each.detach() for each in module.parameters()], 2.0)
+
+
+def averaged(module: nn.Module) -> None:
+    """Move the parameters by the function of torch's averaged models."""
+    own = list(module.parameters())
+    get_ema_multi_avg_fn(0.5)(own, [2 * each.detach() for each in own], 1)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def by_adamw(module: nn.Module, *, fused: bool) -> None:
+    """Step by the function of torch's optimizer, as functional optimizers do."""
+    own = list(module.parameters())
+    grads, *averages = ([torch.full_like(each, value) for each in own] for value in (1.0, 0.0, 0.0))
+    steps = [torch.tensor(1.0) for _ in own]
+    adamw(
+        own, grads, *averages, [], steps, foreach=not fused, fused=fused, amsgrad=False, beta1=0.9, beta2=0.9, lr=0.1,
+        weight_decay=0.0, eps=1e-8, maximize=False,
+    )  # fmt: skip
 
 
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
@@ -171,6 +200,11 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "of parts": of_parts,
     "step": stepped,
     "foreach step": lambda module: stepped(module, foreach=True),
+    "fused step": lambda module: stepped(module, torch.optim.AdamW, fused=True),
+    "foreach": by_foreach,
+    "average": averaged,
+    "adamw": partial(by_adamw, fused=False),
+    "fused adamw": partial(by_adamw, fused=True),
     "load": lambda module: module.load_state_dict(
         {name: each.clone() for name, each in module.state_dict().items()}
     ),
@@ -197,7 +231,7 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
             if what.endswith("step") and name == "frozen":
                 continue
             # A compiled call has the same check.
-            if is_compiled and what not in ("nothing", "in place"):
+            if is_compiled and what not in ("nothing", "in place", "foreach"):
                 continue
             x = torch.randn(4, HIDDEN, requires_grad=True)
             y = call(x)
@@ -211,7 +245,7 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
             expected = "" if what == "nothing" else "inplace" if what == "of parts" else "modified by an inplace"
             if expected not in said or (said and not expected):
                 wrong.append(f"{name}, {what}: {said}")
-    assert not wrong
+    assert not wrong, wrong
 
 
 @on_ranks(2)
@@ -239,6 +273,76 @@ def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> No
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(again, given)
     close(torch.autograd.grad(normed, whole)[0].to_local(), dx.to_local(), "a norm's weight is kept as a copy")
+
+
+def gradients(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of a module's parameters, which are also their `grad`, and of its input."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    out = module(x)
+    sum(each.square().sum() for each in (out if isinstance(out, tuple) else (out,))).backward()  # type: ignore[union-attr]
+    return {name: each.grad for name, each in (*module.named_parameters(), ("x", x)) if each.grad is not None}
+
+
+def of_functions(group: ProcessGroup) -> dict[str, dict[str, Tensor]]:
+    """Return the gradients of plain tensors, and of a layer's parts, through functions."""
+    found = {}
+    layer = fusedtp.RowParallelLinear(HIDDEN * group.size(), INNER, norm="layer_norm", group=group)
+    parts = {name: each.to_local() for name, each in layer.named_parameters()}
+    for name, call, shapes in (
+        ("several weights", lambda x, w, b, w1, b1: fusedtp.all_gather_linear(x, (w, w1), (b, b1), group=group),
+         ((4, HIDDEN), (INNER, HIDDEN), (INNER,), (3, HIDDEN), (3,))),
+        ("gate and up", lambda x, w, b, w1, b1: fusedtp.all_gather_linear(
+            x, (w, w1), (b, b1), activation="swiglu", group=group), ((4, HIDDEN), *((INNER, HIDDEN), (INNER,)) * 2)),
+        ("norm", lambda x, w, b, residual, g, c: fusedtp.linear_reduce_scatter(
+            x, w, b, residual=residual, norm="layer_norm", norm_weight=g, norm_bias=c, group=group),
+         ((4 * group.size(), HIDDEN), (INNER, HIDDEN), (INNER,), (4, INNER), (INNER,), (INNER,))),
+        ("fully sharded", lambda x, w, b: fusedtp.fsdp_linear(x, w, b, group=group),
+         ((4, HIDDEN), (3, HIDDEN), (3 * group.size(),))),
+    ):  # fmt: skip
+        given = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        out: Any = call(*given)
+        loss = sum(each.square().sum() for each in (out if isinstance(out, tuple) else (out,)))
+        found[name] = {str(i): each for i, each in enumerate(torch.autograd.grad(loss, given))}
+    y = fusedtp.linear_reduce_scatter(
+        torch.randn(4, HIDDEN), parts["weight"], parts["bias"], norm="layer_norm", norm_weight=parts["norm_weight"],
+        norm_bias=parts["norm_bias"], group=group,
+    )  # fmt: skip
+    (y[0].square().sum() + y[1].sum()).backward()
+    found["parts"] = {name: each.grad for name, each in layer.named_parameters() if each.grad is not None}
+    assert len(found["parts"]) == 4
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "schedule"), [(2, "decomposed"), (2, "fused"), (1, "unfused")])
+@on_ranks(timeout=120)
+def test_every_gradient_has_memory_of_its_own(group: ProcessGroup, world_size: int, schedule: str) -> None:
+    """A DTensor around a view at an offset cannot be copied, and two gradients in one allocation are saved twice."""
+    mesh, options = DeviceMesh.from_group(group, "cpu"), {"schedule": schedule}
+    modules = holders_of_weights(mesh, **options) | {
+        "row norm": fusedtp.RowParallelLinear(HIDDEN * world_size, INNER, norm="layer_norm", group=mesh, **options),
+        "embedding": parallelize_module(nn.Embedding(9, 4), mesh, fusedtp.FusedEmbeddingParallel(**options)),
+        "layer norm": parallelize_module(
+            nn.LayerNorm(HIDDEN), mesh, fusedtp.FusedNormParallel(sequence_dim=0, use_local_output=True, **options)
+        ),
+    }  # fmt: skip
+    found = of_functions(group) if schedule == "decomposed" else {}
+    for name, module in modules.items():
+        x = torch.arange(4) if name == "embedding" else torch.randn(4, HIDDEN)
+        found[name] = gradients(module, x)
+    wrong = []
+    for name, grads in found.items():
+        seen: dict[int, str] = {}
+        for key, each in grads.items():
+            mine = each.to_local() if isinstance(each, DTensor) else each
+            at = mine.untyped_storage().data_ptr()
+            if mine.storage_offset() or (mine.numel() and seen.setdefault(at, key) != key):
+                wrong.append(f"{name}: {key} at {mine.storage_offset()} of {seen.get(at, key)}'s memory")
+    assert not wrong, wrong
+    for name, module in modules.items():
+        if "forward" not in vars(module):
+            twin = copy.deepcopy(module)
+            for (key, each), other in zip(module.named_parameters(), twin.parameters(), strict=True):
+                assert torch.equal(whole(each.grad), whole(other.grad)), f"{name}: {key}"
 
 
 @on_ranks(2, timeout=120)

@@ -303,7 +303,8 @@ def _through_norm(
         # Every rank norms its own rows, so the gradients are summed over ranks.
         mine = torch.stack([found[name] for name in wanted])  # type: ignore[misc]
         sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
-        found |= zip(wanted, sums.unbind(), strict=True)
+        # A gradient has memory of its own: a DTensor around a view at an offset cannot be copied by copy.deepcopy.
+        found |= zip(wanted, map(torch.clone, sums), strict=True)
     return (dy,)
 
 

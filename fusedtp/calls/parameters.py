@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..groups import Group
 from ..shards import chunk_sizes, offsets
@@ -32,6 +31,7 @@ from ..torch_private import (
     is_in_torch_dispatch_mode,
     is_wrapped,
     local_of,
+    on_multi_tensor_changes,
     transforms_active,
     unwrapped,
     without_dispatch,
@@ -217,8 +217,9 @@ class Holder:
     seen: int
 
 
-# torch counts a change of a DTensor on the DTensor only, and a foreach or fused optimizer step not even there. Autograd
-# saves the local part, whose version does not change. So each storage has a table of holders, by offset in the storage.
+# torch counts a change of a DTensor on the DTensor only, and a multi-tensor op's not even there (`_count_changes`).
+# Autograd saves the local part, whose version does not change. So each storage has a table of holders, by offset in the
+# storage.
 _HOLDERS = "fusedtp_holders"
 
 
@@ -233,7 +234,7 @@ def watch(dtensor: Any) -> None:
         with without_dispatch():
             changes = dtensor.detach()
         holders[at] = Holder(changes, id(dtensor), changes._version)
-        _count_steps()
+        _count_changes()
 
 
 def watch_all(module: nn.Module) -> None:
@@ -257,14 +258,21 @@ class Watched(nn.Module):
         self._known = dict.fromkeys(self._lies)
         watch_all(self)
 
-    def check_parameters(self) -> None:
-        """Raise ValueError if other code has replaced a parameter by one with another layout."""
-        for name, known in self._known.items():
-            if known is None or getattr(self._parameters.get(name), "_spec", None) is not known:
-                for each, lies in self._lies.items():
-                    # `_parameters` lacks a computed parameter, such as that of a parametrization.
-                    self._known[each] = lies.check(each, getattr(self, each))
-                return
+    def read(self, *names: str) -> tuple[Any, ...]:
+        """Return the parameters with these names; ValueError if other code has replaced one by another layout.
+
+        A call reads each parameter once: a parametrization computes it, and may draw random numbers or count its calls.
+        """
+        found = tuple([getattr(self, name) for name in names])
+        for name, each in zip(names, found, strict=True):
+            known = self._known.get(name)
+            if (known is None or getattr(each, "_spec", None) is not known) and name in self._lies:
+                self._known[name] = self._lies[name].check(name, each)
+        return found
+
+    def computes(self, *names: str) -> bool:
+        """Return whether a parameter with one of these names is computed when it is read, or before each call."""
+        return any([name not in self._parameters or hasattr(type(self), name) for name in names])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -273,16 +281,14 @@ class Watched(nn.Module):
 
 
 @functools.cache
-def _count_steps() -> None:
-    def count(optimizer: Any, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                mine = None if type(each) in PLAIN else getattr(each, "_local_tensor", None)
-                known = None if mine is None else holder(mine)
-                if known is not None and known.identity == id(each):
-                    torch.autograd.graph.increment_version(each)
+def _count_changes() -> None:
+    # Foreach and fused optimizers, averages of weights and `torch._foreach_*_` itself.
+    def count(dtensor: Any) -> None:
+        mine = local_of(dtensor)
+        if type(mine) in PLAIN and not dtensor.is_inference() and holder(mine) is not None:
+            torch.autograd.graph.increment_version(dtensor)
 
-    register_optimizer_step_post_hook(count)
+    on_multi_tensor_changes(count)
 
 
 def holder(tensor: Tensor) -> Holder | None:

@@ -96,8 +96,8 @@ class FusedEmbedding(Watched, nn.Embedding):
             low, high = torch.aminmax(input)
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")
-        self.check_parameters()
-        weight = local(self.weight, 2)
+        (parameter,) = self.read("weight")
+        weight = local(parameter, 2)
         rows = input - begin
         # On other devices the lookup itself finds indices out of range: the first and the last rank mask none of them.
         outside = (rows < 0) if begin else torch.zeros_like(rows, dtype=torch.bool)

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ..calls.parameters import watch
 from ..scaled import check_dense
+from ..torch_private import is_wrapped
 from .linears import (
     FusedColwiseLinear,
     FusedColwiseParallel,
@@ -32,41 +34,63 @@ class _Together:
         self.clear()
 
     def clear(self) -> None:
-        self._key: tuple[Any, ...] | None = None
-        self._outs: dict[FusedGroupedLinear, Tensor] = {}
+        self._of: _Seen | None = None
+        self._outs: dict[FusedGroupedLinear, tuple[Tensor, _Seen]] = {}
 
     def take(self, linear: FusedGroupedLinear, input: Tensor) -> Tensor:
+        # A computed weight is computed when its linear is called. A tensor of inference mode counts no changes.
         is_compiling = torch.compiler.is_compiling()
-        if not is_compiling and input.is_inference():
-            # A tensor of inference mode counts no changes, so it may have changed since.
+        if linear.computes("weight", "bias") or (not is_compiling and input.is_inference()):
             (out,) = columns([linear], input)
             return out
-        # Results are kept for the same tensors, with the same versions, used in the same way; a compiler knows no
-        # versions. The objects are held, as their ids could be reused otherwise.
-        held = [input, *(each for linear in self.linears for each in (linear.weight, linear.bias) if each is not None)]
-        device = input.device.type
+        device, own = input.device.type, linear.read("weight", "bias")
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        how: list[Any] = [torch.is_grad_enabled(), autocast]
-        if not is_compiling:
-            how += torch.is_inference_mode_enabled(), *map(_state, held)
-        known = self._key is not None and self._key[0][0] is input and self._key[1] == how
-        if not known or linear not in self._outs:
-            self._key, self._outs = (held, how), dict(zip(self.linears, columns(self.linears, input), strict=True))
-        out = self._outs.pop(linear)
+        of, mine = _Seen([input], torch.is_grad_enabled(), autocast), _Seen(own)
+        if self._of is None or not self._of.equals(of) or linear not in self._outs:
+            shared = [each for each in self.linears if not each.computes("weight", "bias")]
+            read = [own if each is linear else each.read("weight", "bias") for each in shared]
+            outs = zip(columns(shared, input, read), map(_Seen, read), strict=True)
+            self._of, self._outs = of, dict(zip(shared, outs, strict=True))
+        out, seen = self._outs.pop(linear)
+        if not seen.equals(mine):
+            # Its weight has changed since; the others' results are right.
+            (out,) = columns([linear], input, [own])
         if not self._outs:
             self.clear()
         return out
 
     def __getstate__(self) -> dict[str, Any]:
         # Results are neither copied nor saved.
-        return {"linears": self.linears, "_key": None, "_outs": {}}
+        return {"linears": self.linears, "_of": None, "_outs": {}}
 
 
-def _state(tensor: Tensor) -> tuple[Any, ...]:
-    # A DTensor's local part may be changed without the DTensor.
-    mine = getattr(tensor, "_local_tensor", tensor)
-    changes = tuple(-1 if each.is_inference() else each._version for each in (tensor, mine))
-    return id(tensor), id(mine), tensor.requires_grad, changes
+class _Seen:
+    # Tensors as they are, with values: objects, memory and versions. A compiler knows only the objects.
+    def __init__(self, tensors: Sequence[Tensor | None], *values: object) -> None:
+        # The objects are held, as their ids and their memory could be used again otherwise.
+        self._held: list[Any] = [*tensors]
+        self._is: list[object] = [*values]
+        if torch.compiler.is_compiling():
+            return
+        self._is.append(torch.is_inference_mode_enabled())
+        for each in tensors:
+            if each is None:
+                continue
+            # A DTensor's local part may be changed without the DTensor.
+            mine = getattr(each, "_local_tensor", each)
+            if each is not mine:
+                watch(each)
+            self._held.append(mine)
+            self._is += each.requires_grad, *(-1 if one.is_inference() else one._version for one in (each, mine))
+            # torch.func's wrappers have no memory of their own.
+            if not is_wrapped(mine):
+                # `x.data = y` gives x other memory and counts no change.
+                self._held.append(mine.untyped_storage())
+                self._is += mine.storage_offset(), mine.shape, mine.stride()
+
+    def equals(self, other: _Seen) -> bool:
+        same = len(self._held) == len(other._held) and self._is == other._is
+        return same and all([one is two for one, two in zip(self._held, other._held, strict=True)])
 
 
 class FusedGroupedLinear(FusedColwiseLinear):

@@ -130,19 +130,22 @@ class FusedColwiseLinear(FusedLinear):
         (y,) = columns([self], input)
         return y
 
-    def own(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and the bias that this rank uses."""
-        return self.weight, self.bias
+    def own(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the parts of the linear's weight and bias that this rank uses."""
+        return weight, bias
 
 
-def columns(linears: Sequence[FusedColwiseLinear], input: Tensor) -> list[Tensor]:
-    """Return the result of every one of these linears for one input, with one gather."""
+def columns(
+    linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence[tuple[Tensor, Tensor | None]] = ()
+) -> list[Tensor]:
+    """Return the result of every one of these linears for one input, with one gather.
+
+    `read`: each linear's weight and bias, if they have been read.
+    """
     to = linears[0].layouts
-    for each in linears:
-        each.check_parameters()
-    weight: Any
-    bias: Any
-    weight, bias = linears[0].own() if len(linears) == 1 else zip(*(each.own() for each in linears), strict=True)
+    read = read or [each.read("weight", "bias") for each in linears]
+    own: Any = [each.own(*pair) for each, pair in zip(linears, read, strict=True)]
+    weight, bias = own[0] if len(own) == 1 else zip(*own, strict=True)
     x, placement, sizes = to.receive(input)
     # A gradient is laid out like its parameter: whole if the parameter is replicated, as backward has reduced it.
     ours = weight, bias, to.group, to.options
@@ -161,10 +164,9 @@ class FusedRowwiseLinear(FusedLinear):
     """Class that FusedRowwiseParallel gives an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
     def forward(self, input: Tensor) -> Tensor:
-        self.check_parameters()
-        to = self.layouts
+        to, (weight, bias) = self.layouts, self.read("weight", "bias")
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        ours = self.weight, self.bias, to.group, to.options
+        ours = weight, bias, to.group, to.options
         shape = (*x.shape[:-1], self.out_features)
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
@@ -380,13 +382,10 @@ class FusedSharedLinear(FusedColwiseLinear):
     gradients: Sum
     own_rows: slice
 
-    def own(self) -> tuple[Tensor, Tensor | None]:
+    def own(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return this rank's rows of weight and bias."""
-        weight, bias = (
-            None if each is None else self.gradients.use(each)[self.own_rows] for each in (self.weight, self.bias)
-        )
-        assert weight is not None
-        return weight, bias
+        rows = self.gradients.use(weight)[self.own_rows]
+        return rows, None if bias is None else self.gradients.use(bias)[self.own_rows]
 
 
 def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | None, **lie: Placement) -> None:

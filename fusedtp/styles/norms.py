@@ -151,6 +151,11 @@ class _Own:
     name: str
 
     def __get__(self, module: FusedNorm, owner: Any = None) -> Tensor:
+        if self.name not in module._parameters:
+            raise NotImplementedError(
+                f"the {self.name} of this {type(module).__name__} cannot be computed before each call, as by "
+                "torch.nn.utils.parametrize: its style adds up the ranks' gradients of the parameter itself"
+            )
         parameter = module._parameters[self.name]
         assert parameter is not None
         if not module.reads:
