@@ -46,9 +46,12 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
     if A_BY == "pointers":
         offs_m = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
         a_ptrs = a.source + offs_m[:, None] * a.stride_m + offs_k[None, :].to(tl.int64) * a.stride_k
+        # In 64 bits: the columns of a large matrix may be far apart.
+        a_step = tl.full((), BLOCK_K, tl.int64) * a.stride_k
     if B_BY == "pointers":
         offs_n = ((b.col + tl.arange(0, tiles.BLOCK_N)) % b.N).to(tl.int64)
         b_ptrs = b.source + (a.k_begin + offs_k)[:, None].to(tl.int64) * b.stride_k + offs_n[None, :] * b.stride_n
+        b_step = tl.full((), BLOCK_K, tl.int64) * b.stride_k
     if tiles.SCALES == "blocks":
         offs_s = tl.arange(0, BLOCK_K // 32)
         rows = (tl.arange(0, BLOCK_M) % (tile.rows - tile.row)).to(tl.int64)
@@ -62,14 +65,14 @@ def multiply(acc, a, tile, b, A_BY: tl.constexpr, B_BY: tl.constexpr, tiles, IN_
     for k in range(0, cdiv(a.k_len, BLOCK_K)):
         if A_BY == "pointers":
             a_block = tl.load(a_ptrs, mask=offs_k[None, :] < a.k_len - k * BLOCK_K, other=0.0)
-            a_ptrs += BLOCK_K * a.stride_k
+            a_ptrs += a_step
         elif A_BY == "rows":
             a_block = a.source.load([a.layer, a.row, a.first + k * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
         else:
             a_block = a.source.load([a.layer, a.first + k * BLOCK_K, a.row]).reshape(BLOCK_K, BLOCK_M).T
         if B_BY == "pointers":
             b_block = tl.load(b_ptrs, mask=offs_k[:, None] < a.k_len - k * BLOCK_K, other=0.0)
-            b_ptrs += BLOCK_K * b.stride_k
+            b_ptrs += b_step
         elif B_BY == "rows":
             b_block = b.source.load([a.k_begin + k * BLOCK_K, b.col])
         else:

@@ -26,7 +26,8 @@ PART_COLUMNS = tl.constexpr(32)
 class TileEpilogue(NamedTuple):
     """Steps before a tile of the result is rounded; None leaves a step out.
 
-    - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column.
+    - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column, and
+      is contiguous: `epilogue_of` copies any other.
     - `residual`: [M, N], is added to a sum by its owner.
     - `z`: takes the values before an activation, if they are kept, for each result. It has the layout of C.
     - `ACTIVATION`: see `activated`; "" for none.
@@ -50,10 +51,9 @@ def epilogue_of(
     zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
 ) -> TileEpilogue:  # fmt: skip
     """Return the epilogue as a launch passes it; bias, zs: one for each result."""
-    biases = (bias,) if isinstance(bias, torch.Tensor) else None if bias is None else tuple(bias)
-    return TileEpilogue(
-        biases, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated)
-    )  # fmt: skip
+    biases = [bias] if isinstance(bias, torch.Tensor) else bias
+    given = None if biases is None else tuple([each.contiguous() for each in biases])
+    return TileEpilogue(given, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated))
 
 
 @triton.jit

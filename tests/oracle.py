@@ -25,6 +25,7 @@ from fusedtp.op import GATED
 from fusedtp.shards import even_sizes
 
 from .harness import last_path
+from .layouts import alike, laid_out
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -153,6 +154,7 @@ class Case:
     - `how`: the cut of `dim`, or of the features of fsdp_linear's weight; `k_how`: of a contraction.
     - `features`: the length of the contraction.
     - `widths`, `biased`: of each weight. `frozen`: operands without a gradient. `unused`: results without one.
+    - `layouts`: pairs of an operand and its layout (`layouts`); "dy" for all gradients of results.
     """
 
     kind: str
@@ -170,6 +172,7 @@ class Case:
     algorithm: str = "auto"
     frozen: tuple[str, ...] = ()
     unused: tuple[int, ...] = ()
+    layouts: tuple[tuple[str, str], ...] = ()
 
 
 class Operands:
@@ -177,21 +180,25 @@ class Operands:
 
     def __init__(self, case: Case, group: ProcessGroup) -> None:
         self.case, self.group, self.norm = case, group, {}
-        self.rank, ranks, dtype = group.rank(), range(group.size()), case.dtype
+        self._layouts = dict(case.layouts)
+        self.rank, ranks = group.rank(), range(group.size())
         if case.kind == "gather":
             self.sizes = cut((*case.shape, case.features)[case.dim], len(ranks), case.how)
         elif case.kind == "fsdp":
             self.sizes = cut(case.widths[0], len(ranks), case.how)
         else:
             self.sizes = cut((*case.shape, case.widths[0])[case.dim], len(ranks), case.how)
-        biases = [whole((n,), dtype, i) if has else None for i, (n, has) in enumerate(self._pairs())]
+        biases = [self._whole(f"b{i}", (n,), i) if has else None for i, (n, has) in enumerate(self._pairs())]
         self.given: dict[str, Tensor] = {}
         (self._of_sums if case.kind in ("scatter", "all_reduce") else self._of_gathers)(biases, ranks)
         self.given |= {f"b{i}": each for i, each in enumerate(biases) if each is not None}
         if case.norm:
             self.norm = {"norm": case.norm, "norm_eps": EPS}
             names = ("norm_weight", "norm_bias")[: 2 if case.norm == "layer_norm" else 1]
-            self.given |= {name: whole(case.widths, dtype, 4 + i) for i, name in enumerate(names)}
+            self.given |= {name: self._whole(name, case.widths, 4 + i) for i, name in enumerate(names)}
+
+    def _whole(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
+        return alike(whole(shape, self.case.dtype, seed), self._layouts.get(name, ""))
 
     def _pairs(self) -> list[tuple[int, bool]]:
         return list(zip(self.case.widths, self.case.biased, strict=True))
@@ -201,11 +208,14 @@ class Operands:
         case, rank = self.case, self.rank
         dtype, outs = case.dtype, case.widths[: 1 if case.activation in GATED else None]
         gathers = case.kind == "gather"
-        xs = [whole((*case.shape, case.features), dtype, 0 if gathers else 10 + r) for r in ranks]
+        xs = [self._whole("x", (*case.shape, case.features), 0 if gathers else 10 + r) for r in ranks]
         # Products near 1, where activations are curved.
         seeds = [50 + 100 * r * gathers for r in ranks]
-        ws = [[whole((n, case.features), dtype, seed + i) / 4 for i, n in enumerate(case.widths)] for seed in seeds]
-        dys = [[whole((*case.shape, n), dtype, 1000 + 100 * r + i) for i, n in enumerate(outs)] for r in ranks]
+        ws = [
+            [self._whole(f"w{i}", (n, case.features), seed + i) / 4 for i, n in enumerate(case.widths)]
+            for seed in seeds
+        ]  # fmt: skip
+        dys = [[self._whole("dy", (*case.shape, n), 1000 + 100 * r + i) for i, n in enumerate(outs)] for r in ranks]
         for each in dys:
             for i in case.unused:
                 each[i].zero_()
@@ -238,9 +248,9 @@ class Operands:
         # Each rank has a part of the contraction.
         case, (n,) = self.case, self.case.widths
         features = cut(case.features, len(ranks), case.k_how)
-        x, w = whole((*case.shape, case.features), case.dtype, 10), whole((n, case.features), case.dtype, 20)
+        x, w = self._whole("x", (*case.shape, case.features), 10), self._whole("w0", (n, case.features), 20)
         rows, shape = x.flatten(0, -2), (*case.shape, n)
-        residual, dy = whole(shape, case.dtype, 2), whole(shape, case.dtype, 3)
+        residual, dy = self._whole("residual", shape, 2), self._whole("dy", shape, 3)
         allowed = reference.bound(rows, w.t(), case.dtype, k_sizes=features, bias=biases[0], sum_dtype=case.dtype)
         self.y, off = reference.matmul(rows, w.t(), biases[0]).view(shape), allowed.view(shape)
         if case.residual:
@@ -268,12 +278,14 @@ class Operands:
         return x if self.case.kind == "all_reduce" else x.split(self.sizes, self.case.dim)[self.rank]
 
     def leaves(self, *, dense: bool = False) -> dict[str, Tensor]:
-        """Return the operands to call with, by name. Unless `dense`, x and weights have NaN between their rows, and the
-        second weight is transposed.
+        """Return the operands to call with, by name. Unless `dense`, they have the case's layouts. By default, x and
+        weights have NaN between their rows, and the second weight is transposed.
         """
-        found = {name: each.clone() for name, each in self.given.items()}
+        found = {name: each.clone(memory_format=torch.contiguous_format) for name, each in self.given.items()}
         for name, each in self.given.items():
-            if name[0] in "xw" and not dense:
+            if name in self._layouts and not dense:
+                found[name] = laid_out(each, self._layouts[name])
+            elif name[0] in "xw" and not dense:
                 wide = each.new_full((*each.shape[:-1], each.shape[-1] + 3), torch.nan)
                 found[name] = wide[..., 1:-2].copy_(each) if name != "w1" else each.t().contiguous().t()
         return {name: each.requires_grad_(name not in self.case.frozen) for name, each in found.items()}
@@ -296,12 +308,13 @@ class Operands:
         if case.kind == "scatter":
             out = fusedtp.linear_reduce_scatter(x, *pair, scatter_dim=case.dim, sizes=self.sizes, **options)
         else:
-            out = fusedtp.linear_all_reduce(x, *pair, algorithm=case.algorithm, **options)
+            algorithm = "auto" if schedule == "unfused" else case.algorithm
+            out = fusedtp.linear_all_reduce(x, *pair, algorithm=algorithm, **options)
         return [out] if isinstance(out, Tensor) else [out[1], out[0]]
 
     def check(self, schedule: str, name: str, **more: Any) -> None:
         """Check results and every gradient, and that results have the same bits without a gradient and on every rank
-        that has all of them. `more`: further arguments of the call.
+        that has all of them, and from kernels also for contiguous operands. `more`: further arguments of the call.
         """
         leaves = self.leaves()
         outs = self.call(schedule, leaves, **more)
@@ -311,8 +324,9 @@ class Operands:
             assert out.dtype == self.case.dtype
             reference.check(out, value, off, f"{name}: y{i}")
         with torch.no_grad():
-            again = self.call(schedule, leaves, **more)
-            assert all(map(torch.equal, outs, again)), f"{name}: other bits without a gradient"
+            by_kernels = schedule == "fused" and self.group.size() > 1
+            again = self.call(schedule, self.leaves(dense=True) if by_kernels else leaves, **more)
+            assert all(map(torch.equal, outs, again)), f"{name}: other bits without a gradient, or without strides"
         if self.case.kind == "all_reduce":
             everyones = [torch.empty_like(outs[0]) for _ in range(self.group.size())]
             dist.all_gather(everyones, outs[0].detach(), group=self.group)
@@ -323,7 +337,8 @@ class Operands:
         used = [i for i in range(len(outs)) if i not in self.case.unused and outs[i].requires_grad]
         if used:
             # Transposed, as autograd may pass a gradient.
-            dys = [dy.mT.contiguous().mT if len(used) % 2 else dy for dy in self.dys]
+            layout = self._layouts.get("dy", "transposed" if len(used) % 2 else "contiguous")
+            dys = [laid_out(dy, layout) for dy in self.dys]
             torch.autograd.backward([outs[i] for i in used], [dys[i] for i in used])
         for key, leaf in leaves.items():
             of_unused = key[1:].isdigit() and int(key[1:]) in self.case.unused and not self.case.activation

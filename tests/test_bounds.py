@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
+from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import descriptors, epilogue, gather_matmul, matmul, push, reduce
 from fusedtp.kernels.launch import INTERPRETER
@@ -65,6 +67,19 @@ def test_between_the_rows_of_a_slice_is_outside() -> None:
         stride = Edit(epilogue, "apply", "rows * stride_of(c.stride_m, j, c.COUNT, c.UNIT == 0)", "rows * c.N[0]")
         with planted(Mutant("", "", (stride,))), pytest.raises(InterpreterError, match="one of 6 places of 15 outside"):
             matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
+
+
+def test_columns_may_be_far_apart(tmp_path: Path) -> None:
+    """A block of columns, times their stride, is beyond an int32: columns of a matrix of 4 GB in a file with holes."""
+    apart, K = 2**31 // INTERPRETER.block_k, INTERPRETER.block_k + 1
+    memory = torch.from_file(str(tmp_path / "large"), shared=True, size=apart * K, dtype=torch.bfloat16)
+    a, b = memory.as_strided((5, K), (1, apart)), memory[5:].as_strided((K, 3), (apart, 1))
+    for each in (a, b):
+        each.copy_(torch.randn(each.shape))
+    c = torch.zeros(5, 3).bfloat16()
+    with Bounds():
+        matmul.matmul(a, b, c, NO_BIAS, config=INTERPRETER)
+    reference.check(c, reference.matmul(a, b), reference.bound(a, b, c.dtype), "c")
 
 
 def test_a_descriptor_that_is_too_large_is_found() -> None:

@@ -163,7 +163,7 @@ def two_runs(group: ProcessGroup, schedule: str, dtype: str) -> dict[str, Tensor
     contraction is longer than a tile.
     """
     sizes = [(0, *even_sizes(length, group.size() - 1)) for length in (34, 29, 83)]
-    layouts = (("plain", "plain"),) * group.size()
+    layouts = (("contiguous",) * 3,) * group.size()
     calls = [Call(schedule, op, option, dtype, *sizes, layouts, True, 5) for op, option in VARIANTS[schedule]]
     operands = {f"{call.op} {call.option}": Operands(call, group.rank()) for call in calls}
     first, again = ({name: each.issue(group) for name, each in operands.items()} for _ in range(2))

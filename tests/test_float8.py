@@ -25,6 +25,7 @@ from fusedtp.schedules.local import mm
 
 from .bounds import Bounds
 from .harness import spread
+from .layouts import OF_ANY, laid_out
 from .oracle import cut, whole
 
 SCHEDULES = ("unfused", "decomposed", "fused")
@@ -35,11 +36,13 @@ IN_BLOCKS = 150
 
 
 def make(shape: Sequence[int], seed: int, recipe: str, dtype: torch.dtype = E4M3) -> Scaled:
-    """Make rows of very different magnitudes, and blocks too, so that a wrong scale is visible."""
+    """Make rows of very different magnitudes, and blocks too, so that a wrong scale is visible, in any layout."""
     x = whole(shape, torch.float32, seed) * torch.logspace(-1.2, 1.2, shape[0]).view(-1, *[1] * (len(shape) - 1))
     if recipe == "mxfp8":
         x = x * 2.0 ** (torch.arange(shape[-1]) // BLOCK % 3 - 1)
-    return scaled(x, recipe, dtype=dtype)  # type: ignore[arg-type]
+    made = scaled(x, recipe, dtype=dtype)  # type: ignore[arg-type]
+    scale = laid_out(made.scale, OF_ANY[seed // 6 % 6]) if made.scale.ndim else made.scale
+    return Scaled(laid_out(made.data, OF_ANY[seed % 6]), scale)
 
 
 def allowed(a: Tensor, b: Tensor, out: torch.dtype, ranks: int = 1, bias: Tensor | None = None) -> Tensor:
@@ -78,7 +81,7 @@ def gathers(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torc
     """Check x gathered by rows and by features, with one weight, several, and an activation; and a fully sharded
     weight, whose rows travel with their scales.
     """
-    rank, M, bias = group.rank(), 21, whole((N,), out, 3)
+    rank, M, bias = group.rank(), 21, laid_out(whole((N,), out, 3), "stepped")
     given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
     call = partial(fusedtp.all_gather_linear, **given)
     rows, (K, features) = cut(M, group.size(), how), of_features(recipe, group.size(), how)
@@ -113,7 +116,7 @@ def sums(group: ProcessGroup, schedule: str, recipe: str, how: str, out: torch.d
     xs = [make((M, part), 7 + r, recipe, dtypes[0]) for r, part in enumerate(features)]
     ws = [make((N, part), 70 + r, recipe, dtypes[1]) for r, part in enumerate(features)]
     a, b = torch.cat([values(x) for x in xs], 1), torch.cat([values(w) for w in ws], 1).t()
-    bias, residual = whole((N,), out, 3), whole((M, N), out, 4)
+    bias, residual = laid_out(whole((N,), out, 3), "transposed"), laid_out(whole((M, N), out, 4), "diagonal")
     total, off = a @ b + bias.double(), allowed(a, b, out, size, bias)
     given: dict[str, Any] = {"group": group, "schedule": schedule, "out_dtype": out}
     for dim, sizes in ((0, cut(M, size, how)), (-1, cut(N, size, how))):

@@ -155,6 +155,16 @@ def negated(group: ProcessGroup) -> None:
         found.append((y, x_here.grad, weight.grad))
     for lazy, plain in zip(*found, strict=True):
         assert torch.equal(lazy, plain)
+    # Beside float8 operands, which cannot be negated views.
+    w, bias = fusedtp.scaled(torch.eye(6)), torch._neg_view(torch.arange(6.0))
+    sums = [
+        fusedtp.linear_all_reduce(
+            fusedtp.scaled(torch.ones(8, 6)), w, b, residual=residual, group=group, schedule="fused",
+            out_dtype=torch.float32,
+        )
+        for b, residual in ((bias, dy), (bias.clone(), dy.clone()))
+    ]  # fmt: skip
+    assert torch.equal(*sums)
 
 
 def test_negated_views_are_what_they_stand_for(pool: RankPool) -> None:

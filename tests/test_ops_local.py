@@ -24,7 +24,8 @@ from fusedtp.workspaces.workspace import Workspace
 from . import direct
 from .bounds import Bounds
 from .harness import LARGE
-from .test_ops import LAYOUTS, Call, Operands
+from .layouts import OF_ANY
+from .test_ops import Call, Operands
 from .virtual_ranks import local_memories, run_together
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def problem(
     """
     (op, option), M, N, K = TASKS[name], 43 * scale, 19, 37
     sizes = [uneven(length, world_size) for length in (M, N, K)]
-    layouts = tuple((LAYOUTS[rank % 4], LAYOUTS[rank // 4 % 4]) for rank in range(world_size))
+    layouts = tuple((OF_ANY[rank % 6], OF_ANY[rank // 6 % 6], OF_ANY[-1 - rank % 6]) for rank in range(world_size))
     twice = name == "scatter and gather"
     call = Call("fused", op, option, str(dtype).removeprefix("torch."), *sizes, layouts, not twice, seed)
     ranks = [Operands(call, rank) for rank in range(world_size)]

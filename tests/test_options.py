@@ -27,6 +27,7 @@ from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
 from fusedtp.schedules import decomposed
 
 from .harness import LARGE, spread
+from .layouts import EXPANDED, LAYOUTS
 from .oracle import Case, Operands, check_norm, whole
 from .test_counting import counting
 from .test_ops import bounded
@@ -42,11 +43,13 @@ KINDS = (
     *((kind, {"residual": residual}) for kind in ("scatter", "all_reduce") for residual in (True, False)),
     *((kind, {"norm": norm}) for kind in ("scatter", "all_reduce") for norm in NORMS),
 )  # fmt: skip
+# Operands besides x, weights and biases.
+OTHERS = ("residual", "norm_weight", "norm_bias", "dy")
 
 
 @st.composite
-def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) -> Case:
-    """Draw a call of one kind, with sizes beyond a tile of 64 columns."""
+def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any], turn: int) -> Case:
+    """Draw a call of one kind, with sizes beyond a tile of 64 columns, and a layout of each operand."""
     activation, count = options.get("activation", ""), options.get("count", 0)
     dtype = draw(st.sampled_from([BF16, FP32, torch.float16, *([FP64] if schedule != "fused" else [])]))
     # A layer norm of one feature is rounding errors alone.
@@ -58,15 +61,20 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any]) ->
     norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1, -2)
     unused = st.lists(st.integers(0, len(widths) - 1), max_size=len(widths) - 1, unique=True)
     shapes = st.sampled_from(((7, 5), (9, 4), (16, 2), (1, 66), (2, 7, 3)))
+    # The simplest draw has every layout too, each of another operand in each turn.
+    operands = (*(f"b{i}" for i in range(len(widths))), *names, *OTHERS)
+    layouts = {name: LAYOUTS[(draw(st.integers(0, 9)) + i + turn) % 10] for i, name in enumerate(operands)}
+    if norm == "layer_norm" and layouts["w0"] in EXPANDED:
+        # A layer norm of equal columns is rounding errors alone.
+        layouts["w0"] = "stepped"
     return Case(
         kind, dtype, shape=draw(shapes), dim=draw(st.sampled_from(dims)),
         how=draw(st.sampled_from(HOW)), k_how=draw(st.sampled_from(HOW)), widths=widths,
-        biased=tuple(draw(st.booleans()) for _ in widths), activation=activation,
+        biased=tuple(not draw(st.booleans()) for _ in widths), activation=activation,
         residual=options.get("residual", False) or (bool(norm) and draw(st.booleans())), norm=norm,
-        algorithm="auto" if kind != "all_reduce" or schedule == "unfused"
-        else draw(st.sampled_from(("one_shot", "two_shot", "auto"))),
+        algorithm="auto" if kind != "all_reduce" else draw(st.sampled_from(("one_shot", "two_shot", "auto"))),
         frozen=() if norm else tuple(draw(st.lists(st.sampled_from(names), max_size=1))),
-        unused=tuple(draw(unused)) if not activation and not norm else (),
+        unused=tuple(draw(unused)) if not activation and not norm else (), layouts=tuple(layouts.items()),
     )  # fmt: skip
 
 
@@ -90,6 +98,22 @@ PINNED = {
     "nothing to contract": Case("all_reduce", FP32, k_how="on the last", widths=(24,), residual=True),
     "a norm of no rows": Case("scatter", FP32, dim=1, how="on the last", widths=(24,), norm="layer_norm", unused=(0,)),
     "a norm without y": Case("scatter", FP32, dim=0, how="lopsided", widths=(24,), norm="rms_norm", unused=(0,)),
+    # Gate and up of one interleaved table.
+    "interleaved biases": Case("gather", BF16, (8,), widths=(16, 16), biased=(True,) * 2, activation="swiglu",
+                               layouts=(("b0", "stepped"), ("b1", "stepped"), ("w0", "stepped"), ("w1", "stepped"))),
+    "one of several biases is a column": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True),
+                                              layouts=(("b0", "transposed"), ("b2", "transposed"))),
+    "gathered features and an expanded bias": Case("gather", FP32, (7, 4), -1, layouts=(("b0", "one value"),)),
+    # The bias has an element for each row of the kernel's result.
+    "fsdp with a diagonal": Case("fsdp", FP32, (3, 5), layouts=(("b0", "diagonal"), ("dy", "one value"))),
+    "scattered columns of a column": Case("scatter", FP32, dim=-1, how="lopsided", widths=(24,), residual=True,
+                                          layouts=(("b0", "transposed"), ("residual", "diagonal"))),
+    "scattered rows of a step": Case("scatter", BF16, (9, 4), dim=1, how="lopsided", residual=True,
+                                     layouts=(("b0", "stepped"), ("residual", "one row"), ("dy", "one value"))),
+    # One kernel for few rows, two kernels for many.
+    **{f"{algorithm} of {rows} rows": Case("all_reduce", FP32, (rows,), algorithm=algorithm, features=5,
+                                           layouts=(("b0", "transposed"), ("residual", "transposed")), residual=True)
+       for algorithm in ("one_shot", "two_shot") for rows in (8, 300)},
 }  # fmt: skip
 
 
@@ -120,7 +144,8 @@ def test_results_and_gradients_are_right(
 ) -> None:  # fmt: skip
     # Interpreted kernels are slow: each number of ranks has half of the kinds.
     kinds = KINDS[world_size % 2 :: 2] if schedule == "fused" and not LARGE else KINDS
-    drawn = [data.draw(cases(schedule, *kind)) for kind in data.draw(st.permutations(kinds))]
+    kinds = data.draw(st.permutations(kinds))
+    drawn = [data.draw(cases(schedule, *kind, turn)) for turn, kind in enumerate(kinds)]
     by_chunk = schedule == "decomposed" and world_size > 1
     for each in (False, True) if by_chunk else (False,):
         pool.run(checked, schedule, drawn, each, world_size=world_size, timeout=400.0)

@@ -24,6 +24,7 @@ from fusedtp.shards import even_sizes
 
 from .conftest import PoisonedPool
 from .harness import last_path, spread, told
+from .layouts import OF_ANY, laid_out
 
 # Leaves differ in length, and every number of ranks cuts at leaves.
 M, K, N = 22, 44, 36
@@ -58,11 +59,17 @@ class Case:
         self.x, self.w, self.b = drawn(M, K, dtype=dtype), drawn(N, K, dtype=dtype, seed=1), drawn(N, dtype=dtype)
         self.dy, self.residual = drawn(M, N, dtype=dtype, seed=2), drawn(M, N, dtype=dtype, seed=3)
         self.sizes = rows(M, group)
+        self._turn = self.rank + self.size
+
+    def leaf(self, x: Tensor) -> Tensor:
+        """Return x as a leaf that needs a gradient, in another layout each time."""
+        self._turn += 1
+        return laid_out(x.detach(), OF_ANY[self._turn % len(OF_ANY)]).requires_grad_()
 
     def part(self, x: Tensor, dim: int, sizes: tuple[int, ...] | None = None) -> Tensor:
         """Return this rank's part as a leaf that needs a gradient."""
         cut = x.split(sizes or even_sizes(x.shape[dim], self.size), dim)
-        return cut[self.rank].contiguous().detach().requires_grad_()
+        return self.leaf(cut[self.rank])
 
     def whole(self, x: Tensor | None, dim: int | None) -> Tensor:
         """Join along `dim`; with None the tensor is the same on all ranks."""
@@ -97,15 +104,15 @@ def several(case: Case) -> list[Tensor]:
 
 
 def scattered(case: Case) -> list[Tensor]:
-    x, w, b, residual = case.part(case.x, 1), case.part(case.w, 1), case.b.clone().requires_grad_(), case.residual
+    x, w, b, residual = case.part(case.x, 1), case.part(case.w, 1), case.leaf(case.b), case.residual
     own = case.part(residual, 0, case.sizes)
     y = fusedtp.linear_reduce_scatter(x, w, b, residual=own, sizes=case.sizes, **case.options)
     return case.joined(y, 0, {x: 1, w: 1, own: 0, b: None}, sizes=case.sizes)
 
 
 def reduced(case: Case, algorithm: str = "one_shot") -> list[Tensor]:
-    x, w, b = case.part(case.x, 1), case.part(case.w, 1), case.b.clone().requires_grad_()
-    scale = drawn(N, dtype=case.dtype, seed=4).requires_grad_()
+    x, w, b = case.part(case.x, 1), case.part(case.w, 1), case.leaf(case.b)
+    scale = case.leaf(drawn(N, dtype=case.dtype, seed=4))
     normed, y = fusedtp.linear_all_reduce(
         x, w, b, residual=case.residual, norm_weight=scale, algorithm=algorithm, **case.options
     )
@@ -121,7 +128,7 @@ def two_shot(case: Case) -> list[Tensor]:
 def fully_sharded(case: Case) -> list[Tensor]:
     # All ranks have the same number of rows of M: leaves of dw end at the ranks' ends.
     x, dy = case.x.repeat(8, 1)[: 8 * (M // 8)], case.dy.repeat(8, 1)[: 8 * (M // 8)]
-    mine, w, b = case.part(x, 0), case.part(case.w, 0, rows(N, case.group)), case.b.clone().requires_grad_()
+    mine, w, b = case.part(x, 0), case.part(case.w, 0, rows(N, case.group)), case.leaf(case.b)
     y = checkpoint(
         lambda: fusedtp.fsdp_linear(
             mine, w, b, sizes=rows(N, case.group), activation="gelu_tanh", **case.options

@@ -437,6 +437,8 @@ def _scaled(
         y = _by_operator(given, settings, numbers, None)
         return y if norm is None else (norms.of(norm, y), y)
     call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, norm)
+    # As in `run`.
+    given = {name: each.resolve_neg() for name, each in given.items()}
     given |= {name: Quantized.of(each, out) for name, each in operands.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(given))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
 from ..kernels.choices import applied, of_fields
-from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
+from ..kernels.epilogue import epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
@@ -217,11 +217,8 @@ class FusedGather:
             # If the result is transposed, z has the layout of c: only its address is needed.
             if first.keeps:
                 zs.append(torch.empty_like(outs[-1]))
-        bias = first.bias
-        given = _all_or_none(biases, cs) if len(cs) > 1 else None if bias is None else (bias,)
-        epilogue = TileEpilogue(
-            given, constant(transposed), None, tuple(zs) or None,
-            constant(GATED.get(name, name)), constant(name in GATED),
+        epilogue = epilogue_of(
+            _all_or_none(biases, cs), per_row=transposed, zs=zs, activation=GATED.get(name, name), gated=name in GATED
         )  # fmt: skip
         own, scales = x, None
         if type(x) is Quantized:
@@ -426,9 +423,7 @@ class OneKernel:
             a, b = a.data, b.data
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
-        # Every call runs this.
-        added = None if residual is None else outputs_of(residual)
-        epilogue = TileEpilogue(None if bias is None else (bias,), constant(False), added)
+        epilogue = epilogue_of(bias, per_row=False, residual=None if residual is None else outputs_of(residual))
         self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
         return with_norm(norm_of(task, operands), out) if task.norm else [out]
 
