@@ -101,7 +101,8 @@ def calls(seed: int, number: int, world_size: int, schedules: tuple[str, ...]) -
         while call.op != OPS[at % len(OPS)]:
             call = draw(rng, world_size)
         schedule, dtype = schedules[at // len(OPS) % len(schedules)], ("bfloat16", "float16")[at // 3 % 2]
-        found.append(replace(call, schedule=schedule, dtype=dtype, algorithm="auto", backward=True))
+        call = replace(call, schedule=schedule, dtype=dtype, algorithm="auto", backward=True)
+        found.append(replace(call, layouts=Call.layouts))
     return found
 
 

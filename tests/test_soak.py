@@ -14,6 +14,7 @@ import torch
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .layouts import LAYOUTS
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
 from .soak.mixed import DTYPES, OPS, Operands, draw
 from .soak.runs import soak
@@ -47,6 +48,8 @@ def test_every_kind_of_call_is_drawn() -> None:
     assert any(len(set(each)) == 3 for each in sizes)
     assert {call.algorithm for call in CALLS} == {"auto", "direct", "ring", "one_shot", "two_shot"}
     assert {(call.bias, call.backward) for call in CALLS} == {(a, b) for a in (False, True) for b in (False, True)}
+    assert {each for call in CALLS for each in call.layouts} == set(LAYOUTS)
+    assert {(call.exact, call.residual) for call in CALLS} == {(a, b) for a in (False, True) for b in (False, True)}
     late = [delay(1, number, 0) for number in range(200)]
     assert late != [delay(1, number, 1) for number in range(200)]
     assert 0 in late
@@ -65,9 +68,9 @@ def test_a_wrong_element_is_found_in_any_result() -> None:
         for index, out in enumerate(results):
             if out.numel():
                 wrong = out.clone()
-                wrong.view(-1)[-1] += 30
+                wrong[(-1,) * wrong.ndim] += 30
                 with pytest.raises(AssertionError, match=f"{names[index]} of Call.* on rank 1: 1 of {out.numel()}"):
-                    operands.check([*results[:index], wrong])
+                    operands.check([*results[:index], wrong, *results[index + 1 :]])
 
 
 def samples(resident: list[float], num_fds: list[int]) -> list[Sample]:

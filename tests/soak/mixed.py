@@ -3,7 +3,8 @@
 Calls are drawn from a seed and a number alone, so every rank draws the same calls and any call can be repeated. Sizes
 are at most two tiles of the interpreter; shards are even, uneven or empty. Every rank draws the whole operands and cuts
 its shards. It compares its part of y, and of the gradients if the call has a backward pass, with the unsharded products
-in float64, within the errors that `fusedtp.reference` derives.
+in float64, within the errors that `fusedtp.reference` derives. Half of the calls are of small integers, whose sums are
+exact in every dtype and order: they must be right bit for bit. Operands have any layout.
 
 The shapes, for x @ weight.T + bias of M rows, N output and K input features; `_X` marks a dim that is split over ranks:
 
@@ -34,8 +35,13 @@ from fusedtp.op import MATMUL_ALL_REDUCE, Op
 from fusedtp.op import OPS as TABLE
 from fusedtp.shards import even_sizes
 
+from ..layouts import LAYOUTS, alike, laid_out
+
 MATMULS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+# Matmuls to whose result a residual may be added.
+SUMS = ("linear_reduce_scatter", "linear_all_reduce")
+OPERANDS = ("x", "weight", "bias", "residual", "dy")
 
 
 def algorithms(op: Op, schedule: str) -> tuple[str, ...]:
@@ -62,7 +68,11 @@ WEIGHTS = {"decomposed": 11, "unfused": 6, "fused": 3}
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `sizes`: the ranks' lengths of M, N and K; dim: the gathered or scattered dim, 0 or -1."""
+    """One call.
+
+    - `sizes`: the ranks' lengths of M, N and K. `dim`: the gathered or scattered dim, 0 or -1.
+    - `exact`: whether all sums are exact. `layouts`: of `OPERANDS`, in their order.
+    """
 
     op: str
     schedule: str
@@ -73,6 +83,9 @@ class Call:
     bias: bool
     backward: bool
     seed: int
+    residual: bool = False
+    exact: bool = False
+    layouts: tuple[str, ...] = ("contiguous",) * len(OPERANDS)
 
 
 def _split(source: random.Random, world_size: int) -> tuple[int, ...]:
@@ -99,6 +112,8 @@ def draw(source: random.Random, world_size: int, weights: Mapping[str, float] = 
         dim=source.choice((0, -1)) if op in ("all_gather_linear", "linear_reduce_scatter") else 0,
         sizes=(m_sizes, n_sizes, k_sizes),
         bias=op in MATMULS and source.random() < 0.5, backward=source.random() < 0.3, seed=source.getrandbits(31),
+        residual=op in SUMS and source.random() < 0.5, exact=source.random() < 0.5,
+        layouts=tuple(source.choice(LAYOUTS) for _ in OPERANDS),
     )  # fmt: skip
 
 
@@ -107,6 +122,10 @@ class Expected:
 
     def __init__(self, name: str, whole: Tensor, allowed: Tensor) -> None:
         self.name, self.whole, self.allowed = name, whole, allowed
+
+    def plus(self, term: Tensor, eps: float) -> Expected:
+        """Return the sum with another term, whose rounding may add `eps` of it to the error."""
+        return Expected(self.name, self.whole + term, self.allowed + eps * term.abs())
 
     def part(self, dim: int, rank: int, sizes: Sequence[int]) -> Expected:
         """Return rank `rank`'s part along `dim`."""
@@ -125,27 +144,42 @@ class Operands:
         self._sum_dtype = self.dtype if by_dtype else torch.float32
         self.bias: Tensor | None = None
         self.weight: Tensor | None = None
+        self.residual: Tensor | None = None
+        self._layouts = dict(zip(OPERANDS, call.layouts, strict=True))
         self.expected: list[Expected] = []
         self.x = self.dy = torch.empty(0)
         if call.op in MATMULS:
             self._matmul()
         else:
             self._collective()
-        leaves = [each for each in (self.x, self.weight, self.bias) if each is not None]
-        self.leaves = [each.clone().to(device).requires_grad_(call.backward) for each in leaves]
-        self.dy = self.dy.to(device)
+        given = dict(zip(OPERANDS, (self.x, self.weight, self.bias, self.residual, self.dy), strict=True))
+        placed = {
+            name: laid_out(each.to(device), self._layouts[name]) for name, each in given.items() if each is not None
+        }
+        self.dy = placed.pop("dy")
+        self.leaves = [each.requires_grad_(call.backward) for each in placed.values()]
 
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self._random).to(self.dtype)
+    def _drawn(self, name: str, *shape: int) -> Tensor:
+        # Values for the operand `name`. Integers add up to at most 133, which bfloat16 has.
+        if self.call.exact:
+            made = torch.randint(-1, 2, shape, generator=self._random)
+        else:
+            made = torch.randn(shape, generator=self._random)
+        return alike(made.to(self.dtype), self._layouts[name])
 
     def _product(self, name: str, a: Tensor, b: Tensor, bias: Tensor | None = None, cut: Any = None) -> Expected:
         # a @ b + bias. `cut`: the ranks' lengths of the contraction, if their products are summed.
+        whole = reference.matmul(a, b, bias)
+        if self.call.exact:
+            return self._exact(name, whole)
         bound = reference.bound(a, b, self.dtype, k_sizes=cut, bias=bias, sum_dtype=self._sum_dtype)
-        return Expected(name, reference.matmul(a, b, bias), bound)
+        return Expected(name, whole, bound)
 
     def _total(self, name: str, parts: Sequence[Tensor]) -> Expected:
-        bound = reference.total_bound(parts, self.dtype, sum_dtype=self._sum_dtype)
-        return Expected(name, reference.total(parts), bound)
+        whole = reference.total(parts)
+        if self.call.exact:
+            return self._exact(name, whole)
+        return Expected(name, whole, reference.total_bound(parts, self.dtype, sum_dtype=self._sum_dtype))
 
     def _exact(self, name: str, whole: Tensor) -> Expected:
         return Expected(name, whole.double(), torch.zeros_like(whole, dtype=torch.float64))
@@ -154,8 +188,8 @@ class Operands:
         call, rank = self.call, self.rank
         m, n, k = call.sizes
         M, N, K = map(sum, call.sizes)
-        x, w, dy = self._normal(M, K), self._normal(N, K), self._normal(M, N)
-        bias = self._normal(N) if call.bias else None
+        x, w, dy = self._drawn("x", M, K), self._drawn("weight", N, K), self._drawn("dy", M, N)
+        bias = self._drawn("bias", N) if call.bias else None
         ones = torch.ones(1, M, dtype=self.dtype)
         cut = reference.chunk
         y = self._product("y", x, w.t(), bias, None if call.op in ("all_gather_linear", "fsdp_linear") else k)
@@ -179,26 +213,35 @@ class Operands:
         else:
             self.x, self.weight, self.bias = cut(x, 1, rank, k), cut(w, 1, rank, k), bias
             self.dy = dy
+            if call.residual:
+                self.residual = self._drawn("residual", M, N)
+                # One more term of the sum, and of the rounding.
+                y = y.plus(self.residual.double(), 0.0 if call.exact else 2 * torch.finfo(self.dtype).eps)
             if call.op == "linear_reduce_scatter":
                 dim, sizes = (0, m) if call.dim == 0 else (1, n)
                 y, self.dy = y.part(dim, rank, sizes), cut(dy, dim, rank, sizes)
+                self.residual = None if self.residual is None else cut(self.residual, dim, rank, sizes)
             # If dy is split, each rank sums the bias's gradient over its own part of dy.
             over_ranks = m if call.op == "linear_reduce_scatter" and call.dim == 0 else None
             self.expected = [
                 y, self._product("dx", dy, self.weight), self._product("dw", dy.t(), self.x),
                 self._product("db", ones, dy, None, over_ranks),
             ]  # fmt: skip
+        if self.bias is None:
+            self.expected.pop()
+        if self.residual is not None:
+            self.expected.append(self._exact("dresidual", self.dy))
 
     def _collective(self) -> None:
         call, rank = self.call, self.rank
         m, n, _ = call.sizes
         M, N, world_size = sum(m), sum(n), len(m)
         if call.op == "all_gather":
-            whole, grads = self._normal(M, N), [self._normal(M, N) for _ in range(world_size)]
+            whole, grads = self._drawn("x", M, N), [self._drawn("dy", M, N) for _ in range(world_size)]
             self.x, self.dy = reference.chunk(whole, 0, rank, m), grads[rank]
             self.expected = [self._exact("y", whole), self._total("dx", grads).part(0, rank, m)]
             return
-        terms, dy = [self._normal(M, N) for _ in range(world_size)], self._normal(M, N)
+        terms, dy = [self._drawn("x", M, N) for _ in range(world_size)], self._drawn("dy", M, N)
         self.x, self.dy, y = terms[rank], dy, self._total("y", terms)
         if call.op == "reduce_scatter":
             y, self.dy = y.part(0, rank, m), reference.chunk(dy, 0, rank, m)
@@ -221,7 +264,10 @@ class Operands:
             options |= {"producer": producer}
         if call.op in ALGORITHMS:
             options |= {"algorithm": call.algorithm}
-        out: Tensor = function(*self.leaves, **options)
+        given = self.leaves
+        if self.residual is not None:
+            *given, options["residual"] = self.leaves
+        out: Tensor = function(*given, **options)
         return out
 
     def run(
@@ -236,6 +282,7 @@ class Operands:
 
     def check(self, results: Sequence[Tensor]) -> None:
         """Assert that results are right in dtype, shape and every element."""
+        assert len(results) in (1, len(self.expected))
         for out, want in zip(results, self.expected, strict=False):
             what = f"{want.name} of {self.call} on rank {self.rank}"
             assert out.dtype == self.dtype, f"{what}: {out.dtype}"
