@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .calls.dispatch import Path, last_path
@@ -17,6 +18,8 @@ from .scaled import Scaled, scaled
 from .sharding.plan import plan
 
 if TYPE_CHECKING:
+    from . import fsdp
+
     __version__: str
     from .styles.decoders import decoder_plan, parallelize
     from .styles.embeddings import FusedEmbeddingParallel
@@ -48,6 +51,7 @@ __all__ = [
     "decoder_plan",
     "destroy",
     "explain",
+    "fsdp",
     "fsdp_linear",
     "last_path",
     "linear_all_reduce",
@@ -78,10 +82,10 @@ def __getattr__(name: str) -> Any:
         from .workspaces import registry
 
         return getattr(registry, name)
-    # The styles import DTensor.
+    # These import DTensor.
+    if name == "fsdp":
+        return import_module(f".{name}", __name__)
     if name in _STYLES:
-        from importlib import import_module
-
         return getattr(import_module(f".styles.{_STYLES[name]}", __name__), name)
     if name == "__version__":
         from importlib.metadata import version

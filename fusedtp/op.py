@@ -13,6 +13,7 @@ gathered operand, stacked; S is the sum over ranks.
     all_reduce              a                     S
 
 Operands have these names; optional operands may be missing. With several weights, operands are numbered: b, b1, b2.
+all_gather and reduce_scatter take `out`, contiguous, for their result; that of a gather has the own rows already.
 They need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b,
 and has a left @ X for each left.
 

@@ -35,7 +35,7 @@ FLOORS = (
     ("workspaces",),
     ("schedules",),
     ("calls",),
-    ("functional", "collectives"),
+    ("functional", "collectives", "fsdp"),
     ("layers",),
     ("styles",),
     ("",),  # the package itself

@@ -27,7 +27,7 @@ from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 from .. import groups, locks
-from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Task
+from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Op, Task
 from ..torch_private import forward_mode_active, transforms_active
 from ..workspaces import generation
 from .dispatch import Ready
@@ -167,20 +167,28 @@ def collective(
     - `leaves`: leaves of a tree order, in which each rank's x is the sum of a subtree; 0 for rank order, `AS_ANY` for
       any order.
     """
-    group = groups.named(group_name)
+    ready = ready_for(OPS[op], x, sizes, groups.named(group_name), schedule, algorithm, producer, call, leaves)
+    return ready.run({"a": x})[0]
+
+
+def ready_for(
+    op: Op, x: Tensor, sizes: Sequence[int], group: ProcessGroup, schedule: str = "auto", algorithm: str = "auto",
+    producer: str = "auto", call: str = "", leaves: int = 0,
+) -> Ready:  # fmt: skip
+    """Return the collective `op` of x [R, C], with options as in `collective`, from the cache if it was used before."""
     shape = (x.shape[0], x.shape[1])
-    key = (op, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves)
+    key = (op.name, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves)
     kept = _ready.setdefault(group, {})
     ready = kept.get(key)
     if ready is None or ready.is_stale():
         if len(kept) >= _MAX_READY:
             kept.clear()
         task = Task(
-            OPS[op], {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
+            op, {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
             any_order=leaves == AS_ANY,
         )  # fmt: skip
         ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call)
-    return ready.run({"a": x})[0]
+    return ready
 
 
 def summed(x: Tensor, group_name: str, schedule: str) -> Tensor:

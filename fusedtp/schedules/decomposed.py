@@ -82,14 +82,19 @@ class DecomposedGather:
         few = max(sizes) < FEW_ROWS
         self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
-        # Parts of one matrix are stacked; otherwise each part has room for the longest.
-        self._is_whole = whole = self._at_once or not products
         self._key = object()
         self._others, self._before = on.others, on.before
-        stride = aligned(max(sizes) * row_bytes)
-        self._at = [begin * row_bytes if whole else src * stride for src, begin in enumerate(self._begins[:-1])]
-        offset, self._slot = on.layout.take(self._begins[-1] * row_bytes if whole else len(sizes) * stride)
-        self._at = [offset + at for at in self._at]
+        # Parts of one matrix are stacked. Otherwise each part has room for the longest, if peers push it, and where it
+        # is read in place, an arena has its owner's part alone.
+        stride, begins = aligned(max(sizes) * row_bytes), self._begins
+        if self._at_once:
+            num_bytes, at = begins[-1] * row_bytes, [begin * row_bytes for begin in begins[:-1]]
+        elif on.ws.reads_peers:
+            num_bytes, at = stride, [0] * len(sizes)
+        else:
+            num_bytes, at = len(sizes) * stride, [src * stride for src in range(len(sizes))]
+        offset, self._slot = on.layout.take(num_bytes)
+        self._at = [offset + each for each in at]
 
     def _lay_out(self) -> Places:
         # The workspace caches these views, and drops them with its arenas.
@@ -97,7 +102,7 @@ class DecomposedGather:
         places: Places = []
         for half in (0, 1):
             mine = self._part(half, own, own)
-            whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._is_whole else mine
+            whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._at_once else mine
             others = [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
             places.append((mine, whole, others))
         return ws.keep(self._key, places)
@@ -366,9 +371,12 @@ class DecomposedScatter:
             terms = [*terms[: ws.rank], own[self._part], *terms[ws.rank + 1 :]]
         return terms
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
+    def sum(
+        self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
+    ) -> list[Tensor]:  # fmt: skip
         terms = self._terms(own)
-        out = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
+        if out is None:
+            out = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
         bias = epilogue.bias
         if bias is not None and self._dim == 1:
             bias = bias[self._part]

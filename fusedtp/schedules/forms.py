@@ -52,7 +52,7 @@ class Gathering:
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._weights:
-            return [self._gather.whole(operands["a"])]
+            return [self._gather.whole(operands["a"], operands.get("out"))]
         epilogue, transposed, products = self._epilogue, self._task.transposed, []
         for b, bias in self._weights:
             own = epilogue._replace(bias=operands[bias]) if bias in operands else epilogue
@@ -97,7 +97,7 @@ class Scattering(Summing):
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
-            return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True)
+            return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True, out=operands.get("out"))
         outs = self._scatter.sum(_epilogue(self._task, operands), own=None, last=not self._gathers)
         if not self._gathers:
             return outs

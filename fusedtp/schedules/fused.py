@@ -309,10 +309,13 @@ class FusedScatter:
             scatter=not self._to_all, with_own=self._switch, switch=self._switch, programs=self._on.programs,
         )  # fmt: skip
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
+    def sum(
+        self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
+    ) -> list[Tensor]:  # fmt: skip
         rows = self._sizes[0] if self._to_all else self._sizes[self._ws.rank]
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
-        out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
+        if out is None:
+            out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
         if epilogue.bias is not None and self._dim == 1:
             epilogue = epilogue._replace(bias=epilogue.bias[self._part])
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
@@ -377,7 +380,7 @@ class FusedRing:
 
     def _run(self, operands: Operands) -> list[Tensor]:
         ws, x = self._ws, operands["a"]
-        out = x.new_empty(self._task.results(ws.rank)[0])
+        out = operands["out"] if "out" in operands else x.new_empty(self._task.results(ws.rank)[0])
         ring(
             ws.channel(), self._task.op.number, x, out, ws.table(self._sizes), self._sizes,
             reduces=self._task.op.kind != "gather", gathers=self._task.op.kind != "scatter", pitch=self._region.pitch,

@@ -119,7 +119,7 @@ class LocalGather:
         return multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
+        return x.clone(memory_format=torch.contiguous_format) if out is None else out
 
 
 class LocalScatter:
@@ -134,9 +134,11 @@ class LocalScatter:
     def put(self, x: Tensor) -> None:
         pass
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
+    def sum(
+        self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
+    ) -> list[Tensor]:  # fmt: skip
         if own is not None:
-            return [own.clone(memory_format=torch.contiguous_format)]
+            return [own.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(own)]
         terms = self._terms
         del self._terms
         if self._leaves:

@@ -89,7 +89,7 @@ class UnfusedGather:
             return multiplied(whole, products)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._arrived()
+        return self._arrived() if out is None else out.copy_(self._arrived())
 
 
 class UnfusedPackedGather(PackedGather):
@@ -163,9 +163,13 @@ class UnfusedScatter:
         for peer, part in enumerate(x.split(list(self._sizes))):
             self._terms[peer * self._longest :][: self._sizes[peer]] = part
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
+    def sum(
+        self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
+    ) -> list[Tensor]:  # fmt: skip
         terms, rank = self._terms, self._on.rank
         del self._terms
+        if out is not None:
+            return [out.copy_(self._reduced(terms)[: self._sizes[rank]])]
         if not self._to_all:
             out = self._reduced(terms)[: self._sizes[rank]]
             # Copy, so that the padded buffer is freed.

@@ -110,8 +110,14 @@ class Scatter(Protocol):
     def put(self, x: Tensor) -> None:
         """Set this rank's terms to x."""
 
-    def sum(self, epilogue: Epilogue, *, own: Tensor | None, last: bool) -> list[Tensor]:
-        """Return this rank's part of the sum with the epilogue, and its norm if asked for. `last`: no stage follows."""
+    def sum(
+        self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
+    ) -> list[Tensor]:  # fmt: skip
+        """Return this rank's part of the sum with the epilogue, and its norm if asked for.
+
+        - `last`: no stage follows.
+        - `out`: the tensor for the sum of what was `put`; by default a new one.
+        """
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
         """Put this rank's part of the sum, with the epilogue but no norm, in `out`, and send it to all by `gather`."""

@@ -1,0 +1,142 @@
+"""FSDP2 over symmetric memory: after `use(model)`, modules of torch's `fully_shard` gather and reduce by fusedtp's ops.
+
+    model = ...
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fusedtp.fsdp.use(model)
+
+| FSDP2's collective         | here                                                                              |
+|----------------------------|-----------------------------------------------------------------------------------|
+| all-gather of parameters   | own shard to the arena once; peers' shards from their arenas straight to the result |
+| reduce-scatter of gradients | terms to their owners; float32 sum in rank order, rounded once to the reduce dtype |
+
+Parameters, gradients, states and checkpoints stay torch's. The all-reduce of HSDP stays the process group's. Where
+ranks cannot reach each other's memory, the process group gathers and reduces, as without `use`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from . import locks
+from .calls import dispatch
+from .calls.operators import ready_for
+from .op import ALL_GATHER, REDUCE_SCATTER
+
+__all__ = ["use"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Most columns of the matrix that a flat buffer is seen as, and fewest: the kernels move rows of 16 bytes and more.
+_MOST_COLUMNS, _FEWEST_COLUMNS = 1024, 16
+
+
+def use(model: Model, *, schedule: str = "auto") -> Model:
+    """Let every module of `model` that `fully_shard` has wrapped communicate by fusedtp's ops, and return the model.
+
+    Call this on every rank, after the last `fully_shard`. Results have the bits of FSDP2 with gloo on 2 ranks; on more
+    ranks gradients are summed in rank order, so that two runs have the same bits.
+
+    - `schedule`: as in `fusedtp.all_gather`.
+
+    Errors:
+
+    - ValueError: no module is wrapped, or the schedule is unknown; by torch, if a module's parameters are sharded over
+      several meshes.
+    - NotImplementedError, in backward: a gradient's reduction that is neither a sum nor an average.
+
+    Collectives are ordered by the stream that calls them: FSDP2's prefetch on GPUs overlaps them with compute. On a CPU
+    each ends before it returns.
+    """
+    dispatch.check_schedule(schedule)
+    modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    if not modules:
+        raise ValueError(
+            f"no module of {type(model).__name__} is an FSDPModule: call torch.distributed.fsdp.fully_shard on it first"
+        )
+    gather, reduce = _AllGather(schedule), _ReduceScatter(schedule)
+    for each in modules:
+        each.set_custom_all_gather(gather)  # type: ignore[arg-type]  # torch's base classes are private
+        each.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+    return model
+
+
+class _Comm:
+    """What FSDP2 asks of a custom collective: buffers, and the call."""
+
+    def __init__(self, schedule: str) -> None:
+        self._schedule = schedule
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an undefined buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Comm):
+    """FSDP2's all-gather, for `FSDPModule.set_custom_all_gather`."""
+
+    @locks.one
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Gather `input_tensor` [n] of all ranks into `output_tensor` [ranks * n]."""
+        out, own = output_tensor, input_tensor
+        if out.dtype == torch.uint8 and own.numel() % 2 == 0:
+            # Kernels move 16 bits; uint8 is what FSDP2 makes of parameters with several dtypes.
+            out, own = out.view(torch.bfloat16), own.view(torch.bfloat16)
+        if not own.numel():
+            return
+        mine = out.view(group.size(), -1)[group.rank()]
+        if own.data_ptr() != mine.data_ptr():
+            mine.copy_(own)
+        rows, columns = _matrix(own.numel())
+        ready = ready_for(ALL_GATHER, mine.view(rows, columns), (rows,) * group.size(), group, self._schedule)
+        ready.run({"a": mine.view(rows, columns), "out": out.view(-1, columns)})
+
+
+class _ReduceScatter(_Comm):
+    """FSDP2's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
+
+    @locks.one
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Sum `input_tensor` [ranks * n] over ranks, and put this rank's part in `output_tensor` [n]."""
+        factor = _factor(op, group.size())
+        if not output_tensor.numel():
+            return
+        rows, columns = _matrix(output_tensor.numel())
+        x = input_tensor.view(-1, columns)
+        ready = ready_for(REDUCE_SCATTER, x, (rows,) * group.size(), group, self._schedule)
+        ready.run({"a": x, "out": output_tensor.view(rows, columns)})
+        if factor is not None:
+            output_tensor.mul_(factor)
+
+
+def _matrix(length: int) -> tuple[int, int]:
+    # Return the shape of one rank's part of a flat buffer.
+    columns = math.gcd(length, _MOST_COLUMNS)
+    return (length // columns, columns) if columns >= _FEWEST_COLUMNS else (1, length)
+
+
+def _factor(op: Any, world_size: int) -> Any:
+    # Return what the sum is multiplied with, None for 1.
+    if op == dist.ReduceOp.SUM:
+        return None
+    if op == dist.ReduceOp.AVG:
+        return 1 / world_size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        # Its factor is public in its pickled state only.
+        return op.__getstate__()[1]
+    raise NotImplementedError(f"a reduction of gradients must be SUM, AVG or PREMUL_SUM, got {op}")
