@@ -226,7 +226,7 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
     rows, cols = task.shapes["a"]
-    return {"K": cols} if task.dim == 0 else {"M": rows}
+    return {"weights": len(task.each("b")), **({"K": cols} if task.dim == 0 else {"M": rows})}
 
 
 def _columns(task: Task) -> Mapping[str, Any]:

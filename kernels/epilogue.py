@@ -27,7 +27,7 @@ class TileEpilogue(NamedTuple):
     """Steps before a tile of the result is rounded; None leaves a step out.
 
     - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column, and
-      is contiguous: `epilogue_of` copies any other.
+      is contiguous, as other layouts are rare, and too short for a copy to matter.
     - `residual`: [M, N], is added to a sum by its owner.
     - `z`: takes the values before an activation, if they are kept, for each result. It has the layout of C.
     - `ACTIVATION`: see `activated`; "" for none.
@@ -50,7 +50,7 @@ def epilogue_of(
     bias: torch.Tensor | Sequence[torch.Tensor] | None, *, per_row: bool, residual: Outputs | None = None,
     zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
 ) -> TileEpilogue:  # fmt: skip
-    """Return the epilogue as a launch passes it; bias, zs: one for each result."""
+    """Return the epilogue as a launch passes it; bias, zs: one for each result. A strided bias is copied."""
     biases = [bias] if isinstance(bias, torch.Tensor) else bias
     given = None if biases is None else tuple([each.contiguous() for each in biases])
     return TileEpilogue(given, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated))

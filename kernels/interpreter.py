@@ -9,6 +9,9 @@ Costs that are removed:
 - Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
 - Every look-up rebuilds the table of NumPy types, every tensor its shape, every operation its operands' common type.
 
+Warnings that are left out: those of NumPy for overflow, and for operations without a value such as inf - inf. Kernels
+compute with infinities and NaN, as on a GPU.
+
 Errors that are fixed:
 - float32 is truncated to bfloat16, subnormal bfloat16 becomes zero, and matrix products take its bits for integers.
 - Matrix products are NumPy's. Its BLAS may add a row in another order at another position of a tile, as OpenBLAS does
@@ -30,7 +33,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder
 
 # Polls of one unchanged word before the first sleep, and the longest sleep.
 _SPINS, _SLEEP_SECONDS = 8, 4e-3
@@ -104,6 +107,16 @@ def _with_shapes_that_are_kept(init: Callable[..., None]) -> Callable[..., None]
     return new
 
 
+def _compute_without_warnings() -> None:
+    launch = GridExecutor.__call__
+
+    def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        with interpreter.np.errstate(over="ignore", invalid="ignore"):
+            return launch(self, *args, **kwargs)
+
+    GridExecutor.__call__ = call
+
+
 def _take_bounds_from_arrays() -> None:
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -174,6 +187,7 @@ def prepare() -> None:
     _give_way_after_atomics()
     _patch_once_a_launch()
     _leave_out_needless_work()
+    _compute_without_warnings()
     _take_bounds_from_arrays()
     _keep_conditions()
     _convert_exactly()

@@ -54,7 +54,8 @@ OVER = tl.constexpr(1 << 17)  # after DIFFERS: the op has ended, or a wait of it
 WAITING_SLOT = tl.constexpr(5)  # the slot that the program of WAITING_FOR waits on
 # Why this rank raises no more signals: 1 destroyed, 2 an exception left an op, 3 creation broken off; or 0.
 LEFT = tl.constexpr(6)
-HARDWARE = tl.constexpr(7)  # this rank's GPU (`hardware.number_of`): all ranks use rank 0's
+# This rank's GPU (`hardware.number_of`): all ranks use rank 0's. On a CPU 1 if the rank interprets kernels, else 0.
+HARDWARE = tl.constexpr(7)
 GROWING = tl.constexpr(10)  # steps that this rank has taken in growing the workspace; for hosts only
 OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for hosts only
 TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, if they use `turn`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import sys
 
 import pytest
 import torch
@@ -107,17 +108,28 @@ def test_another_user_is_told_on_every_rank(pool: RankPool) -> None:
     assert first.startswith("rank 1 cannot map the memory of rank 0: Permission denied: they run as users 4242 and ")
 
 
-def without_interpreter(group: ProcessGroup) -> str:
-    with pytest.raises(RuntimeError) as caught:
-        fusedtp.all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), schedule="fused", group=group)
-    return str(caught.value)
+def without_interpreter(group: ProcessGroup, off: tuple[int, ...]) -> list[str]:
+    """Return the errors of two calls by kernels, with a right one in between. TRITON_INTERPRET is 0 on ranks `off`."""
+    assert "fusedtp.kernels" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = str(int(group.rank() not in off))
+    said = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            fusedtp.all_gather_linear(torch.ones(2, 2), torch.ones(2, 2), schedule="fused", group=group)
+        said.append(str(caught.value))
+        whole = fusedtp.all_reduce(torch.ones(2, 2), schedule="decomposed", group=group)
+        assert torch.equal(whole, torch.full((2, 2), float(group.size())))
+    return said
 
 
-def test_fused_without_the_interpreter_says_so() -> None:
-    with RankPool(2, env={"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}, timeout=60) as ranks:
-        for world_size in (1, 2):
-            for said in ranks.run(without_interpreter, world_size=world_size):
-                assert said.startswith(
-                    "all_gather_matmul: on a CPU schedule 'fused' needs Triton's interpreter, which is "
+@pytest.mark.parametrize(("world_size", "off", "told"), [(1, (0,), "0"), (2, (0, 1), "0, 1"), (2, (1,), "1")])
+def test_fused_without_the_interpreter_says_so_on_every_rank(
+    world_size: int, off: tuple[int, ...], told: str
+) -> None:  # fmt: skip
+    with RankPool(world_size, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=60) as ranks:
+        for said in ranks.run(without_interpreter, off):
+            for each in said:
+                assert each.startswith(
+                    "all_gather_matmul: on a CPU schedule 'fused' needs Triton's interpreter, which is off on rank "
+                    f"{told}: on every rank set TRITON_INTERPRET to 1 before"
                 )
-                assert "TRITON_INTERPRET is 0. Set it to 1 before" in said

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from torch.nn import functional as F
 from triton.runtime import interpreter
 
 from fusedtp.kernels import INTERPRETED
+from fusedtp.kernels.epilogue import epilogue_of
+from fusedtp.kernels.launch import INTERPRETER
+from fusedtp.kernels.matmul import matmul
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
 
@@ -51,3 +55,15 @@ def test_bfloat16_is_converted_and_multiplied_exactly() -> None:
     acc = interpreter.TensorHandle(np.ones((4, 4), np.float32), tl.float32)
     made = builder.create_dot(*handles, acc, None, 0)
     assert torch.equal(torch.from_numpy(made.data), a.float() @ b.float() + 1)
+
+
+def test_infinities_and_nan_warn_of_nothing() -> None:
+    """Warnings are errors here. Large magnitudes overflow in the activation's exp, in products and in sums."""
+    large, inf = 3e38, torch.inf
+    a = torch.ones(1, 2)
+    b = torch.tensor([[-200.0, 200.0, inf, -inf, large, inf, torch.nan], [0.0, 0.0, 0.0, 0.0, large, -inf, 1.0]])
+    c = torch.empty(1, 7)
+    matmul(a, b, c, epilogue_of(None, per_row=False, activation="silu"), config=INTERPRETER)
+    torch.testing.assert_close(c, F.silu(b.sum(0, keepdim=True)), equal_nan=True)
+    matmul(a * large, b, c, epilogue_of(None, per_row=False), config=INTERPRETER)
+    torch.testing.assert_close(c, (b * large).sum(0, keepdim=True), equal_nan=True)

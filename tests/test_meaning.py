@@ -50,7 +50,7 @@ class Here:
         style = fusedtp.FusedRowwiseParallel(output_layouts=Replicate(), schedule=schedule)
         self.replicated = style._apply(nn.Linear(6, 6), self.mesh)
 
-    def gather(self, x: Tensor = X, w: Tensor = W, **more: Any) -> Any:
+    def gather(self, x: Tensor = X, w: Any = W, **more: Any) -> Any:
         return fusedtp.all_gather_linear(x, w, **{**self.options, **more})
 
     def scatter(self, x: Tensor = X, w: Tensor = W, **more: Any) -> Any:
@@ -89,6 +89,9 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "residual": (
         lambda h, odd: h.reduce(residual=None if odd else ones(3, 5)),
         f"residual: given on rank 0, none on rank 1, given on rank 2{ODD}"),
+    "weights": (
+        lambda h, odd: h.gather(w=(W, W) if odd else W),
+        f"all_gather_matmul: the ranks do not agree on weights: 1 on rank 0, 2 on rank 1, 1 on rank 2{ODD}"),
     "dtype": (
         lambda h, odd: h.alone(all_gather, X.half() if odd else X),
         "all_gather: the ranks do not agree on dtype: torch.float32 on rank 0, torch.float16 on rank 1"),

@@ -19,7 +19,6 @@ peers, once per group, at the first op that shares memory. Choices are cached.
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -218,17 +217,12 @@ class Ready(Prepared):
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
         path = choose(task, self._asked_for, group, device)
         row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
-        interpreted = row.has_kernels and device.type == "cpu"
-        if interpreted and not _is_interpreted():
-            now = os.environ.get("TRITON_INTERPRET") or "unset, which means off where there is a GPU"
-            raise RuntimeError(
-                f"{task.op.name}: on a CPU schedule 'fused' needs Triton's interpreter, which is off: "
-                f"TRITON_INTERPRET is {now}. Set it to 1 before fusedtp or triton is imported, use tensors on a GPU, "
-                "or schedule 'decomposed' or 'unfused'"
-            )
         self.version = generation.version
         shares = row.shares_memory and not self._alone
         ws = _workspaces().get(group, device) if shares else None
+        interpreted = row.has_kernels and device.type == "cpu"
+        if interpreted:
+            _check_interpreted(task.op.name, ws)
         if producer != "auto" and not row.has_kernels:
             reason += f"; producer={producer!r} has no effect, only 'fused' has one to choose"
         elif producer == MULTICAST and ws is not None:
@@ -363,6 +357,18 @@ def _is_interpreted() -> bool:
     from ..kernels import INTERPRETED
 
     return INTERPRETED
+
+
+def _check_interpreted(op: str, ws: Workspace | None) -> None:
+    """Raise RuntimeError on every rank if a rank does not interpret kernels."""
+    compiling = [0] * (not _is_interpreted()) if ws is None else ws.compiling_ranks()
+    if compiling:
+        raise RuntimeError(
+            f"{op}: on a CPU schedule 'fused' needs Triton's interpreter, which is off on rank "
+            f"{', '.join(map(str, compiling))}: on every rank set TRITON_INTERPRET to 1 before fusedtp or triton is "
+            "imported (where there is a GPU, unset means off), use tensors on a GPU, or schedule 'decomposed' or "
+            "'unfused'"
+        )
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
 from ..kernels.choices import applied, of_fields
-from ..kernels.epilogue import epilogue_of
+from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
@@ -209,7 +209,9 @@ class FusedGather:
         for each in in_kernel:
             N = each.other.shape[1]
             bs.append(each.other)
-            biases.append(each.epilogue.bias)
+            bias = each.epilogue.bias
+            # As in `epilogue_of`, which is inlined below because every call runs this.
+            biases.append(bias if bias is None else bias.contiguous())
             # Gate and up give one result.
             if not (outs and name in GATED):
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
@@ -217,8 +219,10 @@ class FusedGather:
             # If the result is transposed, z has the layout of c: only its address is needed.
             if first.keeps:
                 zs.append(torch.empty_like(outs[-1]))
-        epilogue = epilogue_of(
-            _all_or_none(biases, cs), per_row=transposed, zs=zs, activation=GATED.get(name, name), gated=name in GATED
+        given = _all_or_none(biases, cs) if len(cs) > 1 else None if biases[0] is None else tuple(biases)
+        epilogue = TileEpilogue(
+            given, constant(transposed), None, tuple(zs) or None,
+            constant(GATED.get(name, name)), constant(name in GATED),
         )  # fmt: skip
         own, scales = x, None
         if type(x) is Quantized:
@@ -426,7 +430,9 @@ class OneKernel:
             a, b = a.data, b.data
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
-        epilogue = epilogue_of(bias, per_row=False, residual=None if residual is None else outputs_of(residual))
+        # `epilogue_of`, inlined because every call runs this.
+        added = None if residual is None else outputs_of(residual)
+        epilogue = TileEpilogue(None if bias is None else (bias.contiguous(),), constant(False), added)
         self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
         return with_norm(norm_of(task, operands), out) if task.norm else [out]
 

@@ -19,7 +19,7 @@ from .. import locks
 from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..errors import RanksDisagree
-from ..kernels import signal
+from ..kernels import INTERPRETED, signal
 from ..kernels.launch import Channel
 from ..kernels.loading import check_device
 from ..memory import Arena, Exchange, Memory, Unreachable
@@ -100,7 +100,8 @@ class Workspace(Failing):
         on_gpu = device.type == "cuda"
         self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._report = self.host_block.numpy()
-        self._gpu = hardware.number_of(hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None)
+        of_gpu = hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None
+        self._hardware_number = hardware.number_of(of_gpu) if on_gpu else int(INTERPRETED)
         if make:
             self.make()
 
@@ -121,7 +122,7 @@ class Workspace(Failing):
         # Signals start at the present epoch: near the wrap, 0 could pass for a later epoch.
         header[signal.SIGNALS.value : -agreement.TEXT_BYTES // 4] = epoch
         header[signal.EPOCH.value] = epoch
-        header[signal.HARDWARE.value] = self._gpu
+        header[signal.HARDWARE.value] = self._hardware_number
         data_offset = header.numel() * 4
         arena = self._memory.allocate(data_offset + 2 * half_bytes, header, exchange)
         if self._arena is not None and self._arena.multicast and not arena.multicast:
@@ -151,10 +152,17 @@ class Workspace(Failing):
     def _shared_hardware(self) -> Hardware:
         if self.device.type == "cpu":
             return hardware.CPU
+        known = hardware.numbered(self._hardware_number_of(0))
+        return known or hardware.assumed("" if self._hardware_number else torch.cuda.get_device_name(self.device))
+
+    def _hardware_number_of(self, rank: int) -> int:
         assert self._arena is not None
-        words = self._arena.tensors[0][: 4 * signal.SIGNALS.value].view(torch.int32)
-        known = hardware.numbered(int(words[signal.HARDWARE.value]))
-        return known or hardware.assumed("" if self._gpu else torch.cuda.get_device_name(self.device))
+        words = self._arena.tensors[rank][: 4 * signal.SIGNALS.value].view(torch.int32)
+        return int(words[signal.HARDWARE.value])
+
+    def compiling_ranks(self) -> list[int]:
+        """Return the ranks that do not interpret kernels, as every rank sees them; for a CPU."""
+        return [rank for rank in range(self.world_size) if not self._hardware_number_of(rank)]
 
     @property
     def has_multicast(self) -> bool:
