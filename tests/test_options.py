@@ -190,12 +190,14 @@ def test_options_send_nothing_more(pool: RankPool, schedule: str) -> None:
 
 ELSEWHERE = {
     "relu": Case("gather", FP64, (9, 4), widths=(16,), activation="relu"),
-    "swiglu": Case("gather", FP64, (9, 4), widths=(16, 16), biased=(True,) * 2, activation="swiglu"),
+    "swiglu": Case("gather", FP64, (9, 4), widths=(16, 16), biased=(True,) * 2, activation="swiglu",
+                   layouts=(("b0", "stepped"), ("b1", "one value"), ("x", "transposed"), ("w1", "diagonal"))),
     "several": Case("gather", FP64, (8,), widths=(16, 7), biased=(True, False)),
     "residual": Case("scatter", FP64, (8,), widths=(24,), residual=True),
     "rms_norm": Case("scatter", FP64, (8,), widths=(24,), norm="rms_norm", residual=True),
-    "layer_norm": Case("all_reduce", FP64, (8,), widths=(24,), norm="layer_norm"),
-}
+    "layer_norm": Case("all_reduce", FP64, (8,), widths=(24,), norm="layer_norm",
+                       layouts=(("b0", "transposed"), ("norm_weight", "stepped"), ("norm_bias", "one value"))),
+}  # fmt: skip
 
 
 def elsewhere(group: ProcessGroup, case: Case) -> None:
