@@ -1,22 +1,24 @@
-"""Parse options, read stored rows, and open the console, for all commands."""
+"""Parse options, read stored rows, and show progress, for all commands."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
 
     from .cases import Shape
     from .store import Measurement
@@ -32,26 +34,6 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_RANKS = 256
 
 
-def console() -> Console:
-    """Return a console as wide as the terminal, or COLUMNS, that prints text unchanged: [bold] is six letters."""
-    # Text from files may look like markup, and must not be read as such.
-    out = None if sys.stdout.isatty() else cast(TextIO, _Plain(sys.stdout))
-    return Console(file=out, markup=False, emoji=False, highlight=False)
-
-
-class _Plain:
-    """A file or pipe to which a console writes without blanks at the ends of lines."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        return self._file.write(re.sub(r" +\n", "\n", text))
-
-
 @contextlib.contextmanager
 def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step: it moves a bar, or prints a line in a log, with the time left.
@@ -62,8 +44,9 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
     """
     total, begin = sum(seconds for _, seconds in steps), time.monotonic()
     console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
-    columns = (TimeElapsedColumn(), BarColumn(12), "{task.fields[left]} left: {task.description}")
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    text = TextColumn("{task.fields[left]} left: {task.description}", markup=False)
+    columns = (TimeElapsedColumn(), BarColumn(12), text)
+    with Progress(*columns, console=console, disable=not console.is_terminal, **output.LIVE) as bar:
         first = 0.0
         task, left = (
             bar.add_task(f"start of ranks, {steps[0][0]}", total=total, left=duration(total)),
@@ -237,4 +220,5 @@ def run(command: Callable[..., None]) -> None:
     """Run the command of a module that is started by `python -m`."""
     app = typer.Typer(**PLAIN)
     app.command()(command)
-    app()
+    with output.streams():
+        app()

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
+from .output import Console, streams
 
 if TYPE_CHECKING:
     from .jobs import Job
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 class Folding(TyperGroup):
     """Commands whose errors are folded at the console's width."""
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        with streams():
+            return super().main(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
         # The base is click's UsageError, or that of a typer with a click of its own.
         usage_error: Any = typer.BadParameter.__base__
         try:
             return super().invoke(ctx)
         except usage_error as error:
-            width, text = arguments.console().width, f"Error: {error.format_message()}"
+            width, text = Console().width, f"Error: {error.format_message()}"
             # A notation's error points at a character in its next line.
             if "\n" not in text:
                 folded = textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
@@ -166,7 +170,7 @@ def sweep(
         seconds=seconds, rounds=rounds, patience=patience, **given,
     )  # fmt: skip
     speaks = not is_launched or os.environ["RANK"] == "0"
-    console = arguments.console() if speaks else Console(quiet=True)
+    console = Console() if speaks else Console(quiet=True)
     path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
         # Fail before minutes are spent on rows that could not be added to the file.
@@ -235,7 +239,7 @@ def train(
     from .machine import describe
 
     arguments.order(order, 4)
-    console = arguments.console()
+    console = Console()
     folder = arguments.folder(out, describe().name)
     settings, csv = training.Training(steps=steps, order=order), folder / "train.csv"
     seconds = {"process": 0.05, "fused": 3.0}
@@ -280,7 +284,7 @@ def _layer(name: str, about: str, sizes: str) -> None:
         from .layers import SUITES, run, table
         from .machine import describe
 
-        suite, console, machine = SUITES[name], arguments.console(), describe()
+        suite, console, machine = SUITES[name], Console(), describe()
         if machine.num_gpus:
             raise typer.BadParameter("layers are timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
         world_sizes = suite.world_sizes if world_size is None else arguments.ranks(world_size)
@@ -332,7 +336,7 @@ def overhead(
     from . import layers
     from .cases import ranks
 
-    console, out = arguments.console(), arguments.file(out, "--out")
+    console, out = Console(), arguments.file(out, "--out")
     steps = [(ranks(size), 0.5 * rounds) for size in (1, 2)]
     with arguments.progress(console, steps, f"{out} is as it was") as done:
         frame = layers.overhead(out, rounds, done)
@@ -352,7 +356,7 @@ def doctor(
     """
     from .doctor import examine
 
-    examine(arguments.console(), providers=providers)
+    examine(Console(), providers=providers)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import arguments
+from .output import Console
 
 if TYPE_CHECKING:
     from torch import nn
@@ -203,7 +203,7 @@ def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: 
 
     from fusedtp.styles.decoders import matching, told, whole
 
-    console = arguments.console()
+    console = Console()
     console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
     hidden, logits = 0, 0
     for pattern, each in styles.items():

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import arguments
+from .output import Console
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import Console
 
     from fusedtp.cost.hardware import Hardware
     from fusedtp.cost.model import Prediction
@@ -80,7 +79,7 @@ def predict(
     """
     from fusedtp import cost
 
-    console = arguments.console()
+    console = Console()
     if list_:
         show_hardware(console)
         return

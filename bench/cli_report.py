@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.live import Live
+from rich.spinner import Spinner
 
 from fusedtp.op import ALL_GATHER_MATMUL
 
 from . import arguments
+from .output import LIVE, Console
 
 app = typer.Typer(**arguments.PLAIN)
 
@@ -35,7 +38,7 @@ def report(
     from .cli_predict import hardware_of
     from .machine import describe
 
-    console = arguments.console()
+    console = Console()
     if rows and out is not None:
         raise typer.BadParameter("pictures and pages are written beside the CSV files: leave --out away")
     for path in rows or [(out or Path("results")) / describe().name / "sweep.csv"]:
@@ -45,7 +48,7 @@ def report(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console, verbose=verbose)
-        with console.status("Drawing the pictures and the page"):
+        with Live(Spinner("dots", "Drawing the pictures and the page"), console=console, **LIVE):
             drawn = drawing.picture(stored, path.with_suffix(".png"))
             malformed = drawing.write([*stored, *modelled], path)
         if drawn:
@@ -75,7 +78,7 @@ def compare(
     """
     from . import compare as comparing
 
-    console = arguments.console()
+    console = Console()
     old, new = arguments.rows(before), arguments.rows(after)
     found = comparing.compare(old, new, absolute=absolute, confidence=confidence)
     where = [", ".join(sorted(comparing.machines(rows))) for rows in (old, new)]
@@ -117,7 +120,7 @@ def timeline(
     from .machine import describe
     from .ranks import RankError
 
-    console, machine = arguments.console(), describe()
+    console, machine = Console(), describe()
     if machine.num_gpus:
         raise typer.BadParameter(
             "a timeline shows what the host does, and with a GPU the host only issues work: use torch.profiler"

@@ -18,10 +18,9 @@ from fusedtp.op import MATMUL_ALL_REDUCE
 
 from . import arguments
 from .cases import EVERY_DTYPE, MODELS, OPS, Case, block, size_of
+from .output import Console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from .tune_kernels import TileSearch
 
 INTERPRETED = "interpreted: checked on CPU ranks, at tiny sizes; no time here means anything, and nothing is kept"
@@ -86,7 +85,7 @@ def tune(
     """
     if not kernels and (model or tokens or shape or again):
         raise typer.BadParameter("--model, --tokens, --shape and --again are for --kernels")
-    console = arguments.console()
+    console = Console()
     try:
         target = out or tuning.path()
     except ValueError as error:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pandas as pd
 
+from fusedtp.files import visible
+
 from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, LAYERS, OPS, OWN, SHORT_DTYPES, TITLES
 from .intervals import measured, ratio
 from .store import Measurement
@@ -41,7 +43,9 @@ def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
     lines = []
     for row in rows:
         case = row.machine, row.case
-        lines.append(_line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))})
+        line = _line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))}
+        # Text as pictures can draw it.
+        lines.append({name: visible(value) if isinstance(value, str) else value for name, value in line.items()})
     # Without rows: the columns without lines.
     made = pd.DataFrame(lines or [_line(_ANY, None) | {"place": 0}]).head(len(rows))
     optional = [name for name, kind in Measurement.__annotations__.items() if kind == "float | None"]

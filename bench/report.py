@@ -16,7 +16,7 @@ import pandas as pd
 
 from fusedtp import cost
 from fusedtp.cost.hardware import Hardware
-from fusedtp.files import replace
+from fusedtp.files import replace, visible
 
 from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
@@ -164,7 +164,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
     totals = tables.totals(frame)
     has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells), "blocks": len(totals.cells)}
     has |= {name: len(drawn) for name, drawn in pictures.items()}
-    return environment.get_template("page.html").render(
+    made = environment.get_template("page.html").render(
         frame=frame, lines=lines, about=about, each=each, tables=tables, pictures=pictures, summary=summary,
         standings=standings, refused=refused, checked=checked, not_run=not_run, totals=totals,
         all=tables.everything(frame),
@@ -176,6 +176,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
         version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip
+    return visible(made)
 
 
 def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardware]) -> list[Measurement]:

@@ -17,7 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fusedtp.files import read_text, replace
+from fusedtp.files import read_text, replace, visible
 
 from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, Case, flops, traffic
 from .machine import Machine
@@ -189,13 +189,14 @@ def read(path: Path) -> list[Measurement]:
         told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
         raise ValueError(f"{foreign}: {'; '.join(told) or 'columns in another order, or twice'}")
     rows: list[Measurement] = []
-    found: dict[object, int] = {}
+    found: dict[str, int] = {}
     for number, (line, cells) in enumerate(lines, 1):
         try:
             row = _row(header, cells)
         except ValueError as error:
             raise ValueError(f"{path}, line {line}, row {number}, column {error}") from None
-        key = row.machine, row.case, row.variant, row.predicted
+        # As it is shown, where an escape sequence and its name look alike.
+        key = visible("\n".join(map(str, (row.machine, *row.case, row.variant, row.predicted))))
         if (before := found.setdefault(key, number)) != number:
             raise ValueError(f"{path}, line {line}, row {number}: the same case and variant as row {before}")
         rows.append(row)

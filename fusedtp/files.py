@@ -11,12 +11,15 @@ import errno
 import json
 import math
 import os
+import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+# Control characters except newline and tab, and bytes that were no UTF-8, for example in a path.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # Limit of an integer's digits.
 _MAX_DIGITS = 30
 
@@ -56,27 +59,36 @@ def replace(path: Path, content: bytes) -> None:
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    mode: int | None = None
+    with contextlib.suppress(FileNotFoundError):
         mode = stat.S_IMODE(path.stat().st_mode)
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    except FileNotFoundError:
-        umask = os.umask(0)
-        os.umask(umask)
-        mode = 0o666 & ~umask
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    create = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    # The kernel applies the umask to the mode of a new file. The other is private until it has the old file's mode.
+    descriptor = os.open(temporary, create, 0o666 if mode is None else 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
-        # mkstemp's files are private.
-        os.chmod(temporary, mode)
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def visible(text: str) -> str:
+    """Return the text with its control characters written as in Python, a terminal's escape as "\\x1b".
+
+    Newlines and tabs stay. A terminal or a page obeys control characters, so nothing from outside is shown without
+    this.
+    """
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Entry:
