@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -136,15 +135,17 @@ def sweep(
     from . import cases, providers, store
     from .jobs import START_SECONDS, Request, estimate, plan
     from .machine import describe
-    from .sweep import launched, run_launched, run_spawned
+    from .sweep import NotJoined, join, launched, run_launched, run_spawned
 
     machine = describe()
-    is_launched = launched()
-    if is_launched:
-        (launched_size,) = arguments.numbers(os.environ["WORLD_SIZE"], "WORLD_SIZE of the environment")[:1]
-        world_size = str(launched_size) if world_size is None else world_size
-        if max(arguments.numbers(world_size, "--world-size")) > launched_size:
-            raise typer.BadParameter(f"--world-size {world_size}: {launched_size} ranks were launched")
+    try:
+        here = launched()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if here is not None:
+        world_size = str(here.world_size) if world_size is None else world_size
+        if max(arguments.numbers(world_size, "--world-size")) > here.world_size:
+            raise typer.BadParameter(f"--world-size {world_size}: {here.world_size} ranks were launched")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
     if tokens is not None and not model:
@@ -169,8 +170,8 @@ def sweep(
         tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
         seconds=seconds, rounds=rounds, patience=patience, **given,
     )  # fmt: skip
-    speaks = not is_launched or os.environ["RANK"] == "0"
-    console = Console() if speaks else Console(quiet=True)
+    speaks = here is None or here.rank == 0
+    console = Console(quiet=not speaks)
     path = arguments.folder(out, machine.name) / "sweep.csv"
     if path.exists():
         # Fail before minutes are spent on rows that could not be added to the file.
@@ -189,7 +190,13 @@ def sweep(
         console.print(
             f"{most} ranks on {machine.cores} cores take turns: their times say little about a larger machine"
         )
-    run = run_launched if is_launched else run_spawned
+    if here is not None:
+        try:
+            join(here, jobs)
+        except NotJoined as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
+    run = run_spawned if here is None else run_launched
     kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
     steps[0] = steps[0][0], steps[0][1] + START_SECONDS

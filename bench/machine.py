@@ -99,8 +99,7 @@ def driver() -> str:
 
 def topology(matrix: str) -> list[str]:
     """Return the kinds of links in the table of `nvidia-smi topo -m`: ["18 NVLinks"] if all are alike."""
-    # nvidia-smi prints colours even into a pipe.
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
+    lines = [line.split() for line in matrix.splitlines()]
     rows = [cells[1:] for cells in lines if cells and re.fullmatch(r"GPU\d+", cells[0]) and "X" in cells]
     kinds = {row[other] for row in rows for other in range(min(len(rows), len(row))) if row[other] != "X"}
     return sorted(f"{kind[2:]} NVLinks" if re.fullmatch(r"NV\d+", kind) else f"PCIe ({kind})" for kind in kinds)
@@ -156,9 +155,10 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def said(*command: str) -> str:
-    """Return a program's output; empty if the program is missing, fails, or takes long."""
+    """Return a program's output without colours; empty if the program is missing, fails, or takes long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    # nvidia-smi prints colours even into a pipe.
+    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).strip() if done.returncode == 0 else ""

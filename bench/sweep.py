@@ -15,13 +15,16 @@ import contextlib
 import faulthandler
 import itertools
 import os
+import re
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import ranks
 from .cases import OWN, SCHEDULES
@@ -30,6 +33,9 @@ from .machine import Machine
 from .ranks import RankError, RankPool
 from .store import Measurement, Outcome, rows_of
 from .timing import Verdict, gate, measure, slowed
+
+# A rank of a launcher says after this time for whom it waits.
+NOTICE_SECONDS = 5.0
 
 
 def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType({})) -> list[Outcome]:
@@ -142,9 +148,117 @@ def run_spawned(
     return rows
 
 
-def launched() -> bool:
-    """Return whether a launcher such as torchrun started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+class Launched(NamedTuple):
+    """This process as one rank of several that a launcher, or a cluster, has started."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"fusedtp takes itself for rank {self.rank} of {self.world_size}, as RANK and WORLD_SIZE are set"
+
+
+class NotJoined(RuntimeError):
+    """The ranks of a launcher do not come together."""
+
+
+REMEDY = "`env -u RANK -u WORLD_SIZE fusedtp sweep` starts ranks of its own"
+
+
+def launched() -> Launched | None:
+    """Return this process as a launcher such as torchrun sees it, or None if RANK or WORLD_SIZE is not set.
+
+    ValueError for an incomplete or impossible environment.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    numbers: dict[str, int] = {}
+    for name, least, most in (("WORLD_SIZE", 1, 2**31 - 1), ("RANK", 0, 2**31 - 1), ("MASTER_PORT", 0, 65535)):
+        text = os.environ.get(name)
+        most = numbers["WORLD_SIZE"] - 1 if name == "RANK" else most
+        if text is None or not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+            unset = "is not set, while RANK and WORLD_SIZE are"
+            told = unset if text is None else f"must be an integer from {least} to {most}, got {text!r}"
+            raise ValueError(f"{name} of the environment {told}; {REMEDY}")
+        numbers[name] = int(text)
+    if not (host := os.environ.get("MASTER_ADDR")):
+        raise ValueError(f"MASTER_ADDR of the environment is not set, while RANK and WORLD_SIZE are; {REMEDY}")
+    return Launched(numbers["RANK"], numbers["WORLD_SIZE"], host, numbers["MASTER_PORT"])
+
+
+def join(here: Launched, jobs: Sequence[Job]) -> None:
+    """Make the default process group with the launcher's other ranks. NotJoined, with the absent ranks, if they fail.
+
+    After some seconds, says on standard error for whom it waits.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    else:
+        os.environ.setdefault(*INTERPRET)
+    seconds = max(seconds_of(job) for job in jobs)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=_met(here, seconds),
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+    except NotJoined:
+        raise
+    except RuntimeError as error:
+        raise NotJoined(f"{here}, and cannot join the others: {_first_line(error)}; {REMEDY}") from error
+
+
+def _met(here: Launched, seconds: float) -> Any:
+    """Return the ranks' store, which rank 0 or the launcher hosts, when all ranks have come to it."""
+    import torch.distributed as dist
+
+    at, begin, noticed = f"{here.host}:{here.port}", time.monotonic(), False
+
+    def wait(whom: str, why: str = "") -> None:
+        nonlocal noticed
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            raise NotJoined(f"{here}, and {whom} has not come to {at} within {seconds:.0f} s{why}; {REMEDY}")
+        if waited > NOTICE_SECONDS and not noticed:
+            noticed = True
+            told = f"{here}, and waits for {whom} at {at}, {seconds:.0f} s at most"
+            print(f"{told}; {REMEDY}", file=sys.stderr, flush=True)
+        time.sleep(0.1)
+
+    hosts = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    while not hosts:
+        try:
+            # torch's own attempts would write to standard error, and Ctrl-C would not end them.
+            socket.create_connection((here.host, here.port), timeout=2.0).close()
+            break
+        except OSError as error:
+            wait("rank 0" if here.rank else "its launcher", f" ({error.strerror or error})")
+    limit = timedelta(seconds=seconds)
+    try:
+        host = "localhost" if hosts else here.host
+        whole = dist.TCPStore(  # type: ignore[attr-defined]
+            host, here.port, is_master=hosts, timeout=limit, wait_for_workers=False
+        )
+        # A launcher that starts ranks anew keeps its store.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"fusedtp/{attempt}", whole)  # type: ignore[attr-defined]
+        store.set(f"rank {here.rank}", "")
+        while absent := [str(rank) for rank in range(here.world_size) if not store.check([f"rank {rank}"])]:
+            wait(f"rank {', '.join(absent)}")
+    except dist.DistError as error:
+        raise NotJoined(f"{here}, and has no store at {at}: {_first_line(error)}; {REMEDY}") from error
+    return store
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 @contextlib.contextmanager
@@ -173,16 +287,12 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
 def run_launched(
     jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
 ) -> list[Measurement]:
-    """Run the jobs as one rank of a launcher; every rank calls this with the same jobs, rank 0 gets the rows."""
-    import torch
+    """Run the jobs as one rank of a launcher, after `join`.
+
+    Every rank calls this with the same jobs; rank 0 gets the rows.
+    """
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    else:
-        os.environ.setdefault(*INTERPRET)
-    limit = timedelta(seconds=max(seconds_of(job) for job in jobs))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=limit)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         # Each rank planned its own jobs, so use those of rank 0.

@@ -35,7 +35,7 @@ from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..cost.model import estimate
 from ..cost.work import Work
-from ..files import Entry, entry_of, read_text, replace
+from ..files import Entry, entry_of, read_text, replace, visible
 from ..op import OPS, Task
 from ..schedules import NAMES
 from ..sharding.plan import ITEMSIZE
@@ -311,14 +311,14 @@ def load(target: Path | None = None) -> tuple[Table | None, str, str]:
         table = parse(text)
     except (OSError, ValueError) as error:
         why = str(error).replace(f"{target} ", "it ", 1)
-        return None, "", f"{target} is ignored, {why}: run `fusedtp tune` again"
+        return None, "", visible(f"{target} is ignored, {why}: run `fusedtp tune` again")
     here = identity()
     if other := [
         f"{name} {_plain(table.machine[name])}, here {_plain(here[name])}" if name in table.machine else f"no {name}"
         for name in here
         if table.machine.get(name) != here[name]
     ]:
-        return None, "", f"{target} is ignored, measured with {'; '.join(other)}: run `fusedtp tune` again"
+        return None, "", visible(f"{target} is ignored, measured with {'; '.join(other)}: run `fusedtp tune` again")
     return table, text, ""
 
 
