@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
 from .output import Console, streams
+from .ranks import NotJoined
 
 if TYPE_CHECKING:
     from .jobs import Job
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Folding(TyperGroup):
-    """Commands whose errors are folded at the console's width."""
+    """Commands whose errors are lines, folded at the console's width."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         with streams():
@@ -30,6 +31,9 @@ class Folding(TyperGroup):
         usage_error: Any = typer.BadParameter.__base__
         try:
             return super().invoke(ctx)
+        except NotJoined as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
         except usage_error as error:
             width, text = Console().width, f"Error: {error.format_message()}"
             # A notation's error points at a character in its next line.
@@ -135,7 +139,7 @@ def sweep(
     from . import cases, providers, store
     from .jobs import START_SECONDS, Request, estimate, plan
     from .machine import describe
-    from .sweep import NotJoined, join, launched, run_launched, run_spawned
+    from .sweep import join, launched, run_launched, run_spawned
 
     machine = describe()
     try:
@@ -191,11 +195,7 @@ def sweep(
             f"{most} ranks on {machine.cores} cores take turns: their times say little about a larger machine"
         )
     if here is not None:
-        try:
-            join(here, jobs)
-        except NotJoined as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from error
+        join(here, jobs)
     run = run_spawned if here is None else run_launched
     kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]

@@ -48,9 +48,12 @@ def report(
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         drawing.show(stored, console, verbose=verbose)
-        with Live(Spinner("dots", "Drawing the pictures and the page"), console=console, **LIVE):
-            drawn = drawing.picture(stored, path.with_suffix(".png"))
-            malformed = drawing.write([*stored, *modelled], path)
+        try:
+            with Live(Spinner("dots", "Drawing the pictures and the page"), console=console, **LIVE):
+                drawn = drawing.picture(stored, path.with_suffix(".png"))
+                malformed = drawing.write([*stored, *modelled], path)
+        except OSError as error:
+            raise typer.BadParameter(f"pictures and page go beside the rows, and cannot be written: {error}") from error
         if drawn:
             console.print(f"picture: {path.with_suffix('.png')}", soft_wrap=True)
         if malformed:

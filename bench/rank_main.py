@@ -125,7 +125,9 @@ def gloo_of(num_workers: int) -> str:
     return name
 
 
-def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: int | None) -> dict[int, Any]:
+def join(
+    rank: int, world_size: int, host: str, port: int, seconds: float, gloo_workers: int | None
+) -> dict[int, Any]:  # fmt: skip
     """Return a process group of every size 1..world_size over the first ranks; collective over all ranks."""
     import torch
     import torch.distributed as dist
@@ -138,7 +140,7 @@ def join(rank: int, world_size: int, port: int, seconds: float, gloo_workers: in
         if torch.cuda.device_count() >= world_size and dist.is_nccl_available():
             backend = f"cpu:{gloo},cuda:nccl"
     timeout = timedelta(seconds=seconds)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     groups = {size: dist.new_group(list(range(size)), timeout=timeout) for size in range(1, world_size)}
     return {**groups, world_size: dist.group.WORLD}

@@ -5,7 +5,7 @@
 
 Ranks are processes of one thread each, forked from an interpreter that has imported torch but not this process's
 modules (`forks`). They join a gloo process group (plus NCCL if every rank has a GPU) through a store that this process
-hosts on 127.0.0.1. Functions are sent by name, arguments and results by value over a private pipe, so nothing has a
+hosts on loopback. Functions are sent by name, arguments and results by value over a private pipe, so nothing has a
 name in the file system. A rank that raises, dies or is late never hangs the caller: `RankError` names the rank, with
 its traceback or a dump of its stacks, and the next call starts fresh ranks if the old ones may be out of step. The
 ranks die with the thread that started them (PR_SET_PDEATHSIG).
@@ -68,6 +68,10 @@ class RankError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[dict[int, str], dict[int, str]]]:
         return type(self), (self.failures, self.notes)
+
+
+class NotJoined(RuntimeError):
+    """Ranks cannot come together, by what is around them: the text is for the user, who needs no traceback."""
 
 
 class Reply(NamedTuple):
@@ -148,6 +152,22 @@ class RankProcess:
         return os.pread(self.stacks_fd, 1 << 20, start).decode(errors="replace")
 
 
+def _listener() -> socket.socket:
+    """Return a socket that listens on loopback, by IPv4, or by IPv6 alone. NotJoined if there is no loopback."""
+    reasons = []
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.create_server((host, 0), family=family) as listener:
+                # An interface that is down has its address all the same.
+                socket.create_connection(listener.getsockname()[:2], timeout=START_SECONDS).close()
+                return listener.dup()
+        except OSError as error:
+            reasons.append(f"{host}: {os.strerror(error.errno) if error.errno else error}")
+    raise NotJoined(
+        f"ranks meet on the loopback interface, which does not answer ({'; '.join(reasons)}): `ip link set lo up`"
+    )
+
+
 class Ranks:
     """One generation of processes with their store; `stop` leaves no process and no descriptor."""
 
@@ -155,10 +175,10 @@ class Ranks:
         import torch.distributed as dist
 
         # TCPStore by itself would listen on every interface.
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+        listener = _listener()
+        host, port = listener.getsockname()[:2]
         self.store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            "127.0.0.1",
+            host,
             port,
             is_master=True,
             timeout=timedelta(seconds=seconds),
@@ -171,7 +191,7 @@ class Ranks:
                 self.processes.append(RankProcess(rank, server))
             for process in self.processes:
                 with contextlib.suppress(OSError):
-                    process.pipe.send_bytes(pickle.dumps((process.rank, world_size, port, seconds, gloo_workers)))
+                    process.pipe.send_bytes(pickle.dumps((process.rank, world_size, host, port, seconds, gloo_workers)))
             failed = failures(collect(self.processes, START_SECONDS, grace=GRACE_SECONDS))
             if failed:
                 raise RankError({rank: f"(starting) {text}" for rank, text in failed.items()})

@@ -30,7 +30,7 @@ from . import ranks
 from .cases import OWN, SCHEDULES
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
-from .ranks import RankError, RankPool
+from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
 from .timing import Verdict, gate, measure, slowed
 
@@ -158,10 +158,6 @@ class Launched(NamedTuple):
 
     def __str__(self) -> str:
         return f"fusedtp takes itself for rank {self.rank} of {self.world_size}, as RANK and WORLD_SIZE are set"
-
-
-class NotJoined(RuntimeError):
-    """The ranks of a launcher do not come together."""
 
 
 REMEDY = "`env -u RANK -u WORLD_SIZE fusedtp sweep` starts ranks of its own"

@@ -50,8 +50,9 @@ def measured_line(rows: Sequence[Measurement]) -> str:
         ends = f"{found['worst']:.2f} to {found['best']:.2f}"
         counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
         said.append(
-            f"{found['cases']} {what}: {found['mean']:.2f} times as fast as `unfused` ({ends}; {counts}); over "
-            f"{len(over_torch)} of them {statistics.geometric_mean(over_torch):.2f} times as fast as torch's styles"
+            f"{found['cases']} {what}: {found['mean']:.2f} times as fast as `unfused` ({ends}; {counts}). On "
+            f"the {len(over_torch)} of these that torch's ColwiseParallel and RowwiseParallel can do, "
+            f"{statistics.geometric_mean(over_torch):.2f} times as fast as those"
         )
     first = records(frame)[0]
     return (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import socket
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 import fusedtp
 from fusedtp import NotationError
-from fusedtp.bench import store, timeline
+from fusedtp.bench import store, sweep, timeline
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import tuning
@@ -143,11 +144,57 @@ def test_bad_option(line: str, text: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["FILE"]
 
 
-def test_launched_in_an_odd_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "two")
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("WORLD_SIZE", "two", "must be an integer from 1 to 2147483647, got 'two'"),
+        ("WORLD_SIZE", "0", "must be an integer from 1 to 2147483647, got '0'"),
+        ("WORLD_SIZE", "2,4", "must be an integer from 1 to 2147483647, got '2,4'"),
+        ("RANK", "", "must be an integer from 0 to 1, got ''"),
+        ("RANK", "2", "must be an integer from 0 to 1, got '2'"),
+        ("MASTER_PORT", "65536", "must be an integer from 0 to 65535, got '65536'"),
+        ("MASTER_PORT", None, "is not set, while RANK and WORLD_SIZE are"),
+        ("MASTER_ADDR", None, "is not set, while RANK and WORLD_SIZE are"),
+    ],
+)
+def test_launched_in_an_odd_environment(
+    name: str, value: str | None, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for each, usual in (LAUNCHED | {name: value}).items():
+        if usual is None:
+            monkeypatch.delenv(each, raising=False)
+        else:
+            monkeypatch.setenv(each, usual)
     said = folded(command("sweep", "--out", tmp_path, code=2))
-    assert "WORLD_SIZE of the environment must be integers, got 'two'" in said
+    assert (
+        f"{name} of the environment {text}; `env -u RANK -u WORLD_SIZE fusedtp sweep` starts ranks of its own" in said
+    )
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 4)])
+def test_launched_without_the_others(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in (LAUNCHED | {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_PORT": str(port)}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sweep, "NOTICE_SECONDS", 0.0)
+    absent = ", ".join(str(each) for each in range(size) if each != rank) if rank == 0 else "0"
+    notice, error = command("sweep", "--shape", "8,8,8", "--patience", 1, "--out", tmp_path, code=1).splitlines()[-2:]
+    me = f"fusedtp takes itself for rank {rank} of {size}, as RANK and WORLD_SIZE are set"
+    assert notice.startswith(f"{me}, and waits for rank {absent} at 127.0.0.1:{port}, 1 s at most; `env -u RANK")
+    assert error.startswith(f"{me}, and rank {absent} has not come to 127.0.0.1:{port} within 1 s")
+
+
+def test_launched_where_the_port_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        for name, value in (LAUNCHED | {"MASTER_PORT": str(taken.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        said = command("sweep", "--shape", "8,8,8", "--out", tmp_path, code=1).splitlines()[-1]
+    assert said.startswith("fusedtp takes itself for rank 0 of 2, as RANK and WORLD_SIZE are set, and has no store at ")
+    assert "address already in use" in said
 
 
 NUMBERS = {"int": "1", "float | None": "1.5", "tuple[float, ...]": "1.5", "bool": "False", "str": "text"}

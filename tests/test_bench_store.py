@@ -102,11 +102,15 @@ def test_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monkey
     assert os.listdir(path.parent) == ["sweep.csv"]
 
 
-def test_a_file_is_replaced_as_a_whole_with_its_mode(path: Path, tmp_path: Path) -> None:
-    """A new file is readable by others."""
+def test_a_file_is_replaced_as_a_whole_with_its_mode(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new file is readable by others. The umask stays, as other threads make files too."""
     link, old = tmp_path / "link.csv", os.umask(0o022)
     try:
-        store.write(path, [ROW])
+        with monkeypatch.context() as patched:
+            patched.delattr(os, "umask")
+            store.write(path, [ROW])
     finally:
         os.umask(old)
     assert path.stat().st_mode & 0o777 == 0o644

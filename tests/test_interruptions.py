@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, TensorDataset
 
 import fusedtp
 from fusedtp import groups
@@ -252,6 +253,28 @@ def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> 
         for text in texts[:-1] if by_torch else texts:
             assert text.startswith("process PID was forked after torch.distributed was initialised")
             assert "before init_process_group, or with multiprocessing.get_context('spawn')" in text
+
+
+def loads(group: ProcessGroup, start: str) -> bool:
+    """Load batches in workers that start after the group's first op, with ops in between and after."""
+
+    def reduce(schedule: str, values: torch.Tensor = X) -> torch.Tensor:
+        return fusedtp.all_reduce(values, group=group, schedule=schedule)
+
+    assert (reduce("decomposed") == group.size()).all()
+    numbers = torch.arange(12.0).reshape(6, 2)
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks with threads.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        loader = DataLoader(TensorDataset(numbers), batch_size=2, num_workers=2, multiprocessing_context=start)
+        sums = [reduce("fused" if number == 1 else "decomposed", batch) for number, (batch,) in enumerate(loader)]
+    assert torch.equal(torch.cat(sums), group.size() * numbers)
+    return bool((reduce("decomposed") == group.size()).all())
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+def test_data_loader_workers_start_after_the_first_op(start: str, pool: RankPool) -> None:
+    assert pool.run(loads, start, world_size=2, timeout=170) == [True, True]
 
 
 def test_a_fork_before_init_is_a_process_like_any_other() -> None:

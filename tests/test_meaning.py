@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -321,6 +322,25 @@ def test_a_backward_that_only_one_rank_makes(pool: RankPool) -> None:
     pool.run(forget, world_size=2)
     assert "in a backward pass" in first
     assert "which rank 1 makes only where it wants the same gradients" in first
+
+
+def one_call_more(group: ProcessGroup) -> list[float]:
+    """Return the numbers of calls that look alike, of which rank 0 makes one twice and rank 1 stops first."""
+    fusedtp.set_timeout(1.0, group)
+    steps, found = ([1, 1, 2] if group.rank() == 0 else [1, 2]), []
+    with pytest.raises(fusedtp.PeerTimeout) if group.rank() == 0 else contextlib.nullcontext():
+        for step in steps:
+            x = torch.full((3, 6), step * 10.0 ** -group.rank())
+            found.append(round(float(all_reduce(x, group=group, schedule="decomposed")[0, 0]), 3))
+    return found
+
+
+@pytest.mark.usefixtures("destroyed_on_all_ranks")
+def test_a_call_more_gives_a_number_of_two_steps(pool: RankPool) -> None:
+    """A limit that docs/faults.md states."""
+    found = pool.run(one_call_more, world_size=2)
+    pool.run(forget, world_size=2)
+    assert found == [[1.1, 1.2], [1.1, 1.2]]
 
 
 def forget(group: ProcessGroup) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gc
 import os
 import signal
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fusedtp.bench import forks
-from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.bench.ranks import NotJoined, RankError, RankPool
+
+from .command import command
 
 
 @dataclass
@@ -216,6 +221,27 @@ def test_start_up_failure_is_told():
     env = {"GLOO_SOCKET_IFNAME": "no-such-interface"}
     with RankPool(1, timeout=20, env=env) as pool, pytest.raises(RankError, match=r"rank 0 \(starting\) raised"):
         pool.run(summed, Point(0))
+
+
+def test_ranks_meet_where_loopback_has_no_ipv4(monkeypatch, tmp_path):
+    made, absent = socket.create_server, {socket.AF_INET}
+
+    def create(address, *, family):
+        if family in absent:
+            raise OSError(errno.EADDRNOTAVAIL, "of a test")
+        return made(address, family=family)
+
+    try:
+        made(("::1", 0), family=socket.AF_INET6).close()
+        works = contextlib.nullcontext()
+    except OSError:
+        works = pytest.raises(NotJoined)
+    monkeypatch.setattr(socket, "create_server", create)
+    with works, RankPool(2, timeout=60) as pool:
+        assert pool.run(summed, Point(1)) == [(Point(3), 2)] * 2
+    absent.add(socket.AF_INET6)
+    said = command("mlp", "--shape", "64,64,64", "--world-size", 2, "--out", tmp_path, code=1)
+    assert said.splitlines()[-1].startswith("ranks meet on the loopback interface, which does not answer (127.0.0.1: ")
 
 
 def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kept):
