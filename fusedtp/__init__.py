@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .calls.dispatch import Path, last_path
 from .collectives import all_gather, all_reduce, reduce_scatter
+from .drop_in import drop_in, if_asked
 from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain
 from .functional import all_gather_linear, fsdp_linear, linear_all_reduce, linear_reduce_scatter, sharded_matmul
@@ -50,6 +51,7 @@ __all__ = [
     "cost",
     "decoder_plan",
     "destroy",
+    "drop_in",
     "explain",
     "fsdp",
     "fsdp_linear",
@@ -92,6 +94,10 @@ def __getattr__(name: str) -> Any:
 
         return version("fusedtp")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if_asked()
+del if_asked
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,8 @@
 A `Task` is an op on operands of given shapes. Operands are matrices with any strides. X is all ranks' rows of the
 gathered operand, stacked; S is the sum over ranks.
 
-    all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]
+    all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]; if `whole`
+                                                  also X [M, K]
     matmul_reduce_scatter   a, b, bias, left, x, residual
                                                   the own rows of S = a @ b, + bias + residual, which has these rows
                                                   only; with `x` also left @ X [L, C], x gathered during a @ b
@@ -109,6 +110,7 @@ class Task:
     - `norm`, `eps`: of the sum; "" for none.
     - `leaves`: of the contraction, if it is added up as a tree, in float32 also between ranks; else 0.
     - `any_order`: whether the switch may add ranks' terms, in its own order.
+    - `whole`: whether X is a result of an all_gather_matmul too, the last one. Ranks need not agree on it.
     """
 
     op: Op
@@ -126,6 +128,7 @@ class Task:
     eps: float = 0.0
     leaves: int = 0
     any_order: bool = False
+    whole: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -197,7 +200,7 @@ def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
     products = [(N, M) if task.transposed else (M, N) for N in columns]
     made = products[:1] if task.activation in GATED else products
     right = [(K, task.shapes["right"][1])] if "right" in task.shapes else []
-    return (*made, *(products if task.keeps else ()), *right)
+    return (*made, *(products if task.keeps else ()), *right, *([(M, K)] if task.whole else []))
 
 
 def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:

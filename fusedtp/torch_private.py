@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar
@@ -111,6 +113,76 @@ def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
 def symmetric_rendezvous(own: Tensor, name: str) -> Any:
     """Exchange symmetric memory in the group `name`. The result has `get_buffer` and `multicast_ptr`."""
     return torch._C._distributed_c10d._SymmetricMemory.rendezvous(own, name)
+
+
+@functools.cache
+def _symm_mem() -> Any:
+    # A late import: it defines `torch.ops.symm_mem`.
+    return importlib.import_module("torch.distributed._symmetric_memory")
+
+
+def symm_mem_function(op: str, *, fallback: bool = False) -> Any:
+    """Return torch's implementation of `torch.ops.symm_mem.<op>` for CUDA, or by collectives; None if there is none."""
+    return getattr(_symm_mem(), f"_{op}{'_fallback' * fallback}", None)
+
+
+def symm_mem_schemas(text: str) -> tuple[Any, Any]:
+    """Return the schema `text`, parsed, and that of torch's op of this name, None for no op."""
+    _symm_mem()
+    packet = getattr(torch.ops.symm_mem, text.partition("(")[0], None)
+    return torch._C.parse_schema(f"symm_mem::{text}"), None if packet is None else packet.default._schema
+
+
+def in_symm_mem_test_mode() -> bool:
+    """Return whether `_test_mode` is on, in which the ops must run their fallbacks."""
+    return bool(_symm_mem()._is_test_mode)
+
+
+def dtype_of(scalar_type: Any) -> torch.dtype | None:
+    """Return the dtype of a number: the dispatcher passes dtypes in lists as numbers."""
+    found: torch.dtype | None = _symm_mem()._maybe_convert_scalar_types_to_dtypes([scalar_type])[0]
+    return found
+
+
+def has_kernel(op: str, key: str) -> bool:
+    """Return whether an operator, such as aten::mm.dtype, is implemented for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def unregister(library: torch.library.Library) -> None:
+    """Remove what a library has registered. Implementations from before come back."""
+    library._destroy()
+
+
+_PASS = "torch._inductor.fx_passes.micro_pipeline_tp"
+
+
+def open_micro_pipeline() -> Callable[[], None]:
+    """Let Inductor's pass for `_micro_pipeline_tp` run without NCCL, for any group. Return a function that undoes it.
+
+    The pass asks `is_nccl_available` and `is_symm_mem_enabled_for_group` before it takes an op of `torch.ops.symm_mem`.
+    Only the pass gets another answer. Cached graphs of the two states are told apart by a tag.
+    """
+    symm: Any = _symm_mem()
+    config: Any = importlib.import_module("torch.compiler.config")
+    nccl, enabled, tag = dist.is_nccl_available, symm.is_symm_mem_enabled_for_group, config.cache_key_tag
+
+    def asked_by_pass() -> bool:
+        return sys._getframe(2).f_globals.get("__name__") == _PASS
+
+    def is_nccl_available() -> bool:
+        return asked_by_pass() or nccl()
+
+    def is_symm_mem_enabled_for_group(group_name: Any) -> bool:
+        return asked_by_pass() or enabled(group_name)
+
+    def close() -> None:
+        dist.is_nccl_available, symm.is_symm_mem_enabled_for_group = nccl, enabled
+        config.cache_key_tag = tag
+
+    dist.is_nccl_available, symm.is_symm_mem_enabled_for_group = is_nccl_available, is_symm_mem_enabled_for_group
+    config.cache_key_tag = f"{tag} fusedtp.drop_in".strip()
+    return close
 
 
 # Return a DTensor's local tensor, outside of any graph. Faster than a Python function, because every warm call uses it.

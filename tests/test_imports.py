@@ -36,6 +36,7 @@ FLOORS = (
     ("schedules",),
     ("calls",),
     ("functional", "collectives", "fsdp"),
+    ("drop_in",),
     ("layers",),
     ("styles",),
     ("",),  # the package itself

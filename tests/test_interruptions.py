@@ -76,7 +76,7 @@ STRUCK = {
     "task": ("dispatch.py", "run"),
     "inference": ("call.py", "run"),
     "forward": ("autograd.py", "forward"),
-    "backward": ("autograd.py", "_gradients"),
+    "backward": ("autograd.py", "gradients"),
     "all_gather": ("collectives.py", "all_gather"),
     "compiled inference": ("call.py", "run"),
     "compiled all_gather": ("dispatch.py", "run"),

@@ -5,7 +5,7 @@
 
 Eager calls go around torch's dispatcher, which takes longer than a small matmul: `_Eager` is the node of autograd's
 graph. Under a compiler, in a dispatch mode, on meta and in torch.func's transforms a call is an operator,
-`torch.ops.fusedtp.matmul`, whose gradients are `matmul_backward`. Both have the same `_save` and `_gradients`.
+`torch.ops.fusedtp.matmul`, whose gradients are `matmul_backward`. Both have the same `save` and `gradients`.
 
 A layer's weight and bias are DTensors. The node multiplies their local tensors and returns DTensors as gradients.
 DTensor.to_local would add one more node for each parameter. Forward and backward of a small layer take 290 us, against
@@ -167,7 +167,7 @@ class _Eager(torch.autograd.Function):
         outs = call.run(parts, keeps=call.keeps and True in needs)
         # Autograd refuses in-place changes of a view from a Function, such as nn.ReLU(inplace=True).
         outs = [each.new_empty(0).set_(each) if each._is_view() else each for each in outs]  # type: ignore
-        saved = _save(ctx, call, parts, needs, outs)
+        saved = save(ctx, call, parts, needs, outs)
         # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
         ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
         ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
@@ -212,17 +212,17 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
                 keep(each, is_checked=True)
     if batched:
         rows, level = remove_batch(dys[0])
-        made = [_gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
+        made = [gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
         batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
         return {name: add_batch(each, level) for name, each in batches.items()}
-    found = _gradients(ctx, dys, tensors, by_operator=by_operator)
+    found = gradients(ctx, dys, tensors, by_operator=by_operator)
     for name, parameter in dtensors.items():
         if (each := found.get(name)) is not None:
             found[name] = as_gradient(each, parameter)
     return found
 
 
-def _save(
+def save(
     ctx: Any, call: Call, given: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
 ) -> dict[str, Tensor]:  # fmt: skip
     """Save and return the tensors that the needed gradients read. `needs`: which of the given need a gradient."""
@@ -246,7 +246,7 @@ def _save(
     return saved
 
 
-def _gradients(
+def gradients(
     ctx: Any, dys: Sequence[Tensor | None], tensors: Sequence[Tensor], *, by_operator: bool
 ) -> dict[str, Tensor | None]:
     """Return the gradients of the tensors that the call was given, by name; `tensors` are those that were saved."""
@@ -313,12 +313,12 @@ def _setup(ctx: Any, tensors: Sequence[Tensor], others: Sequence[Any], outs: Seq
     call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if call.keeps and not keeps:
         raise RuntimeError("a gradient of fusedtp::matmul is made of what `keeps` adds to its results")
-    _save(ctx, call, dict(zip(names.split(), tensors, strict=True)), ctx.needs_input_grad[: len(tensors)], outs)
+    save(ctx, call, dict(zip(names.split(), tensors, strict=True)), ctx.needs_input_grad[: len(tensors)], outs)
 
 
 def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
     # Read once: a checkpoint recomputes saved tensors for one reader.
-    return list(map(_gradients(ctx, dys, ctx.saved_tensors, by_operator=True).get, ctx.needs))
+    return list(map(gradients(ctx, dys, ctx.saved_tensors, by_operator=True).get, ctx.needs))
 
 
 def _forward(
@@ -420,14 +420,9 @@ def _scaled(
     problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
     out_dtype: torch.dtype | None, residual: Tensor | None, norm: Norm | None,
 ) -> Any:  # fmt: skip
-    # A call on `Scaled` operands, without a gradient. Other operands and shapes obey the rules for tensors in the
-    # result's dtype: `problem` takes stand-ins in that dtype, with the same shape and one element of memory.
-    out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
-    group, ws = groups.resolve(group), w if type(w) is tuple else (w,)
-    stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
-    given = calls_.named(stand_ins[0], stand_ins[1:], bias if type(w) is tuple else (bias,), residual, norm)
-    operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
-    dtypes = x.data.dtype, ws[0].data.dtype, out
+    # A call on `Scaled` operands, without a gradient.
+    given, operands, dtypes, blocks = _stand_ins(x, w, bias, asked, out_dtype, residual, norm)
+    group = groups.resolve(group)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         settings, numbers = calls_.describe(problem, given, group, asked, along, norm)
         settings = settings._replace(norm="", dtypes=_named(dtypes), blocks=blocks)
@@ -439,6 +434,42 @@ def _scaled(
     call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, norm)
     # As in `run`.
     given = {name: each.resolve_neg() for name, each in given.items()}
-    given |= {name: Quantized.of(each, out) for name, each in operands.items()}
+    given |= {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(given))
+
+
+def _stand_ins(
+    x: Any, w: Any, bias: Any, asked: Options, out_dtype: torch.dtype | None, residual: Tensor | None,
+    norm: Norm | None,
+) -> tuple[dict[str, Any], dict[str, Scaled], tuple[torch.dtype, ...], bool]:  # fmt: skip
+    # Check `Scaled` operands. Other operands and shapes obey the rules for tensors in the result's dtype: a problem
+    # takes stand-ins in that dtype, with the same shape and one element of memory. Returns the call's tensors with
+    # stand-ins, the operands, the dtypes of x, weights and result, and whether scales are of blocks.
+    out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
+    ws = w if type(w) is tuple else (w,)
+    stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
+    given = calls_.named(stand_ins[0], stand_ins[1:], bias if type(w) is tuple else (bias,), residual, norm)
+    operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
+    return given, operands, (x.data.dtype, ws[0].data.dtype, out), blocks
+
+
+def prepared(
+    problem: ProblemFunction, x: Any, ws: tuple[Any, ...], biases: Sequence[Tensor | None], group: ProcessGroup,
+    asked: Options, along: tuple[Any, ...], out_dtype: torch.dtype | None = None,
+) -> tuple[Call, dict[str, Any]]:  # fmt: skip
+    """Check a call without sending anything. Return the call and the tensors to run it on, outside of compilers.
+
+    The operands are tensors or `Scaled`. torch.autocast does not apply.
+    """
+    if isinstance(x, Scaled):
+        w, bias = (ws, tuple(biases)) if len(ws) > 1 else (ws[0], biases[0])
+        given, operands, dtypes, blocks = _stand_ins(x, w, bias, asked, out_dtype, None, None)
+        call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along)
+        return call, given | {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
+    given = calls_.named(x, ws, biases)
+    if any(type(each) not in PLAIN for each in given.values()):
+        # A compiler's tensors: their lengths may be symbols, which cannot be looked up.
+        described = calls_.describe(problem, given, group, asked, along, None)
+        return calls_.of(*described, x.dtype, x.device), given
+    return calls_.find(problem, given, group, asked, along), given

@@ -91,7 +91,7 @@ class Call:
         self.is_linear = alone and settings.w_transposed and not (self.widths or ends or reads_beside(dtype, device))
         if settings.blocks:
             self._check_blocks()
-        # Forward by whether it `keeps` and the names of the given tensors, backward by which gradients are needed.
+        # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
         self._programs: dict[tuple[Any, ...], Program] = {}
 
     def plan(self) -> Plan:
@@ -152,9 +152,10 @@ class Call:
             ending = Ending(
                 [each if each in key else None for each in self._biases],
                 self._named("y", "residual") if "residual" in key else None,
-                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[0],
+                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[0], key[1],
             )  # fmt: skip
-            program.finish([(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, ending)])
+            outs = [(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, ending)]
+            program.finish([*outs[:-1], (outs[-1][0], self._dims["x"])] if ending.whole else outs)
         else:
             found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
             dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
@@ -182,12 +183,14 @@ class Call:
         return ready
 
     def run(
-        self, tensors: dict[str, Any], needs: tuple[bool, ...] = (), *, keeps: bool = False, fake: bool = False
-    ) -> list[Tensor]:
+        self, tensors: dict[str, Any], needs: tuple[bool, ...] = (), *, keeps: bool = False, whole: bool = False,
+        fake: bool = False,
+    ) -> list[Tensor]:  # fmt: skip
         """Run forward, or backward if `needs` are given, on tensors by name, without a gradient.
 
         Forward takes x, `parameters`, and a residual and a norm's parameters if given. It returns y of each weight, or
-        y and its norm. With `keeps`, the products before the activation follow.
+        y and its norm. With `keeps`, the products before the activation follow. With `whole`, of a call that gathers x
+        and has no activation, the gathered x follows.
 
         Backward: `needs` tells which gradients are needed: of x, then of `parameters`. It takes `dys`, the gradients of
         the products before an activation, and those of x and the weights that the needed gradients read. It returns
@@ -196,7 +199,7 @@ class Call:
         With `fake`, the results are empty tensors of the same shapes, and nothing is sent.
         """
         # Every call runs this: no Python function is called but that of the task.
-        key: tuple[Any, ...] = needs or (keeps, *tensors)
+        key: tuple[Any, ...] = needs or (keeps, whole, *tensors)
         program = self._programs.get(key) or self._written(key)
         tensors = {**tensors}
         for step in program.steps:
@@ -238,7 +241,7 @@ class Call:
 
         Gradients of a program take as long as the matmuls of a small layer.
         """
-        key = (False, *given)
+        key = (False, False, *given)
         # A program has no task if no number of ranks sends anything.
         for step in (self._programs.get(key) or self._written(key)).steps:
             if step.task is not None:

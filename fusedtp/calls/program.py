@@ -155,7 +155,7 @@ class Ending(NamedTuple):
     - `biases`: for each result, [N] along its last dim, added once.
     - `residual`: has the shape of the final result.
     - `norm`: names of its weight and bias. The normed result follows the sum.
-    - `activation`, `keeps`: as of a task. No step may follow an activation.
+    - `activation`, `keeps`, `whole`: as of a task. No step may follow an activation.
     """
 
     biases: Sequence[str | None] = ()
@@ -163,6 +163,7 @@ class Ending(NamedTuple):
     norm: Sequence[str] = ()
     activation: str = ""
     keeps: bool = False
+    whole: bool = False
 
     @property
     def epilogue(self) -> Epilogue:
@@ -181,7 +182,7 @@ NO_ENDING = Ending()
 class Fusion(NamedTuple):
     """Collective over an axis that is fused with a matmul: the op, its task's `dim` and `sizes`.
 
-    `changed`: the length that the collective changes in the result, by dim.
+    `changed`: the length that the collective changes, by dim.
     """
 
     op: Op
@@ -492,8 +493,7 @@ class Program:
         dim, on_rows = step.dim, step.dim in sides.rows
         if step.kind == "all_gather":
             flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
-            changed = {dim: sum(sizes)} if on_rows else {}
-            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), flat, changed)
+            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), flat, {dim: sum(sizes)})
         flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
         changed = {dim: sizes[self.partition.place[step.axis][0]]}
         return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
@@ -513,10 +513,13 @@ class Program:
             algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
             activation=ending.activation, keeps=ending.keeps, float8=float8, in_blocks=settings.blocks,
             norm=settings.norm if ending.norm else "", eps=settings.eps if ending.norm else 0.0,
-            leaves=self.leaves, any_order=self._of_sums(op),
+            leaves=self.leaves, any_order=self._of_sums(op), whole=ending.whole,
         )  # fmt: skip
         if not self.leaves or not ending.activation:
-            return self.task(task, fusion.axis, operands, *ending.results(products))
+            lengths = dict(zip(sides.a.dims, sides.a.lengths, strict=True)) | fusion.changed
+            dims = (*sides.rows, *sides.contraction)
+            gathered = [(dims, [lengths[name] for name in dims])] if ending.whole else []
+            return self.task(task, fusion.axis, operands, *ending.results(products), *gathered)
         # With a tree order the activation is always the library's, on the rounded products.
         zs = self.task(replace(task, activation="", keeps=False), fusion.axis, operands, *products)
         names, epilogue = tuple(z.name for z in zs), ending.epilogue

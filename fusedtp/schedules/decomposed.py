@@ -152,6 +152,9 @@ class DecomposedGather:
                     copy = whole[begins[src] : begins[src + 1]].copy_
                     copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
             for each in products:
+                if each.kind == "whole":
+                    outs.append(whole.clone())
+                    continue
                 if each.transposed:
                     left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
                 else:
@@ -166,8 +169,8 @@ class DecomposedGather:
             return activated(products[0].epilogue, outs) if products[0].epilogue.activation else outs
         outs = []
         for each in products:
-            M, N = self._shape[each.kind == "outer"], each.other.shape[1]
-            outs.append(each.other.new_empty((N, M) if each.transposed else (M, N)))
+            M, N = self._shape if each.kind == "whole" else (self._shape[each.kind == "outer"], each.other.shape[1])
+            outs.append(x.new_empty((N, M) if each.transposed else (M, N)))
         epilogue, by_rows = products[0].epilogue, products[0].kind == "rows"
         ys = into(epilogue, outs) if epilogue.activation else outs
         steps = self._ws.steps
@@ -193,6 +196,9 @@ class DecomposedGather:
     @staticmethod
     def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
         # Add the contribution of the rows `part` of X to a product.
+        if product.kind == "whole":
+            out[part] = rows
+            return
         bias, transposed = product.epilogue.bias, product.transposed
         if product.kind == "rows":
             left, right = rows, product.other

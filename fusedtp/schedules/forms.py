@@ -37,9 +37,12 @@ class Gathering:
         self._epilogue = Epilogue(activation=task.activation, keeps=task.keeps)
         # `right` is multiplied with rows.
         assert task.dim == 0 or "right" not in task.shapes
-        products = (self._first,) * len(self._weights) + (("outer",) if "right" in task.shapes else ())
-        # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first.
-        self._by_rows = bool(task.leaves) and task.dim == 1
+        assert not (task.whole and task.activation)
+        others = ("outer",) * ("right" in task.shapes) + ("whole",) * task.whole
+        products = (self._first,) * len(self._weights) + others
+        # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first. So
+        # does a gather of columns that returns them: they are stored once.
+        self._by_rows = (bool(task.leaves) or task.whole) and task.dim == 1
         dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
         num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
         self._gather: Gather = on.gather(
@@ -59,6 +62,8 @@ class Gathering:
             products.append(Product(self._first, operands[b], own, transposed))
         if "right" in operands:
             products.append(Product("outer", operands["right"]))
+        if self._task.whole:
+            products.append(Product("whole", transposed=self._by_rows))
         if self._by_rows:
             return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
         return self._gather.multiply(operands["a"], products)

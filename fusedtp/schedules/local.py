@@ -116,7 +116,9 @@ class LocalGather:
     start_beside = start
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        return multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
+        outs = multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
+        # Nothing was gathered, so X may be the caller's own tensor.
+        return [out.clone() if each.kind == "whole" else out for out, each in zip(outs, products, strict=False)]
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format) if out is None else out
@@ -169,8 +171,13 @@ def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
 
 def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
     """Return the products with `whole`, the gathered X; `leaves` as in `op.Task`."""
-    outs = []
+    outs: list[Tensor] = []
     for each in products:
+        if each.kind == "whole":
+            data: Tensor = whole.data if type(whole) is Quantized else whole
+            # A tensor without elements counts as contiguous whatever its strides.
+            outs.append(data.t().clone(memory_format=torch.contiguous_format) if each.transposed else data.contiguous())
+            continue
         left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
         bias = each.epilogue.bias
         if each.transposed:
@@ -370,6 +377,9 @@ class PackedGather:
         # Float32 sums of products whose contraction is split over parts.
         wides: dict[int, Tensor] = {}
         for i, each in enumerate(products):
+            if each.kind == "whole":
+                outs.append(x.data.new_empty(self._num_rows, x.shape[1]))
+                continue
             # Gathered along the contraction, X lies transposed in the parts: X.T @ other is parts @ other.
             across = each.kind == "outer" and self._dim == 0
             shape = (x.shape[1] if across else self._num_rows, each.other.shape[1])
@@ -380,8 +390,10 @@ class PackedGather:
             at = slice(self._begins[src], self._begins[src + 1])
             with trace.span("multiply", src):
                 for i, each in enumerate(products):
+                    if each.kind == "whole":
+                        outs[i][at] = part.data
                     # Rows without columns give zeros, plus a bias.
-                    if i not in wides and part.shape[0]:
+                    elif i not in wides and part.shape[0]:
                         self._put(each, part, at, outs[i])
                     elif i in wides and 0 not in part.shape:
                         left = part if self._dim == 1 else by_columns(part).t()

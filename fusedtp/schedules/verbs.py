@@ -44,11 +44,12 @@ NO_EPILOGUE = Epilogue()
 class Product(NamedTuple):
     """Product with X, the gathered matrix.
 
-    `kind` "rows" is X @ other, "outer" is X.T @ other. `transposed`: the result is transposed, [other's columns, ..].
+    `kind` "rows" is X @ other, "outer" is X.T @ other, "whole" is X itself in a new tensor. `transposed`: the result is
+    transposed, [other's columns, ..].
     """
 
-    kind: Literal["rows", "outer"]
-    other: Matrix
+    kind: Literal["rows", "outer", "whole"]
+    other: Matrix = None
     epilogue: Epilogue = NO_EPILOGUE
     transposed: bool = False
 
