@@ -402,6 +402,7 @@ def ranks(run: Run) -> None:
         **layers(run, "fused", "bfloat16"),
         **{f"collectives {size}": (gpu_ranks.collectives, ("bfloat16", size)) for size in ((260, 300), (7, 5))},
         "replays": (gpu_ranks.replays, (times,)),
+        "replays on streams": (gpu_ranks.replays_on_streams, (times,)),
         "replays of a layer": (gpu_ranks.replays_of_a_layer, (times,)),
         "a missing peer": (gpu_ranks.missing, ()),
         "copies": (gpu_ranks.copies, (gpu_ranks.TINY if run.dry_run else gpu_ranks.SIZES[1],)),

@@ -209,6 +209,67 @@ def replays(group: ProcessGroup, times: int) -> None:
     fusedtp.destroy()
 
 
+def replays_on_streams(group: ProcessGroup, times: int) -> None:
+    """Replay two graphs on two streams with ops on two others between them; one graph has branches. No stream waits for
+    another: the workspace orders its ops by itself.
+    """
+    device, M, K, N = prepare(), 48, 64, 80
+    random = torch.Generator().manual_seed(group.rank())
+    xs = [torch.randn(M, K, generator=random).bfloat16().to(device) for _ in range(3)]
+    weight = torch.randn(N, K, generator=random).bfloat16().to(device)
+    on_gpu = device.type == "cuda"
+    streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(4)]
+
+    def once(i: int, schedule: str = "fused") -> Tensor:
+        return fusedtp.linear_all_reduce(xs[i], weight, group=group, schedule=schedule)
+
+    def branches() -> list[Tensor]:
+        # A fork of a fork; each branch has ops before and after another branch's.
+        one, two = streams[:2]
+        if one is None or two is None:
+            return [once(i) for i in (0, 1, 2, 0, 1)]
+        main = torch.cuda.current_stream()
+        one.wait_stream(main)
+        with torch.cuda.stream(one):
+            found = [once(0)]
+            two.wait_stream(one)
+        with torch.cuda.stream(two):
+            found.append(once(1))
+        found.append(once(2))
+        with torch.cuda.stream(one):
+            found.append(once(0))
+        with torch.cuda.stream(two):
+            found.append(once(1))
+        main.wait_stream(one)
+        main.wait_stream(two)
+        return found
+
+    with torch.no_grad():
+        once(0)
+        _synchronize(device)
+        first, of_first = captured(branches, device)
+        second, of_second = captured(lambda: [once(2)], device)
+        for _ in range(times):
+            for x in xs:
+                x.copy_(torch.randn(M, K, generator=random))
+            _synchronize(device)
+            found = []
+            for i, (stream, issue) in enumerate(zip(streams, (first, None, second, None), strict=True)):
+                with torch.cuda.stream(stream):
+                    if issue is None:
+                        found.append(once(i - 1))
+                    else:
+                        issue()
+            with torch.cuda.stream(streams[2]):
+                first()
+            found += [once(1), *of_first, *of_second]
+            _synchronize(device)
+            expected = [once(i, "unfused") for i in range(3)]
+            for got, i in zip(found, (0, 2, 1, 0, 1, 2, 0, 1, 2), strict=True):
+                torch.testing.assert_close(got, expected[i], rtol=0.05, atol=0.5)
+    fusedtp.destroy()
+
+
 def replays_of_a_layer(group: ProcessGroup, times: int) -> None:
     """Replay an MLP's forward and backward in one graph: both gathers and both scatters, new inputs at every replay."""
     device, rank, world_size = prepare(), group.rank(), group.size()

@@ -97,6 +97,11 @@ def test_captured_graphs_replay(ranks: RankPool) -> None:
     ranks.run(gpu_ranks.replays_of_a_layer, 3)
 
 
+def test_graphs_replay_on_several_streams(ranks: RankPool) -> None:
+    """Replays are late, and take their nodes in any order that the graph allows (stub/graph.h)."""
+    ranks.run(gpu_ranks.replays_on_streams, 5)
+
+
 def test_a_timeout_names_the_peer(ranks: RankPool) -> None:
     first, second = ranks.run(gpu_ranks.missing)
     assert "rank 1" in first

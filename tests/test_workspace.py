@@ -286,7 +286,9 @@ def captured(group: ProcessGroup) -> tuple[int, int]:
         others = mappings()
         ws = registry.get(group, CPU)
         # As on a GPU, where graphs are captured.
-        captures = mock.patch.multiple(ws, _on_host=not graph, _capturing=mock.Mock(return_value=graph))
+        captures = mock.patch.multiple(
+            ws, _on_host=not graph, _capturing=mock.Mock(return_value=graph), _turns=mock.Mock()
+        )
         with captures, running(ws, "op"):
             table = ws.table((1,) * group.size())
         old = ws._arena

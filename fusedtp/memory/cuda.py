@@ -168,6 +168,8 @@ class Driver:
     # CUdevice_P2PAttribute and CUdevice_attribute in cuda.h, hipDeviceP2PAttr in hip_runtime_api.h.
     _ACCESS, _NATIVE_ATOMICS, _COMPUTE_MODE = 2, 3, 20
     _HIP_ACCESS, _HIP_NATIVE_ATOMICS = 1, 2
+    # CUstreamCaptureStatus and CUstreamUpdateCaptureDependencies_flags, the same in HIP.
+    _CAPTURE_IS_ACTIVE, _SET_DEPENDENCIES = 1, 1
     # CUcomputemode
     MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 
@@ -183,6 +185,10 @@ class Driver:
     def _call(self, function: str, *arguments: Any) -> None:
         if code := getattr(self._library, function)(*arguments):
             raise RuntimeError(f"the driver's {function} failed with error {code}")
+
+    def _call_either(self, function: str, *arguments: Any) -> None:
+        # A function whose names and parameters differ by the prefix only.
+        self._call(f"{'hip' if self._hip else 'cu'}{function}", *arguments)
 
     def _asked(self, function: str, *arguments: Any) -> int:
         value = ctypes.c_int(-1)
@@ -206,6 +212,41 @@ class Driver:
     def attribute(self, number: int, index: int) -> int:
         """Return the value of a CUdevice_attribute of an NVIDIA GPU."""
         return self._asked("cuDeviceGetAttribute", number, self._asked("cuDeviceGet", index))
+
+    def capture(self, stream: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return the number and graph of a stream's capture, and the nodes that the stream's next node follows."""
+        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+        places = map(ctypes.byref, (status, number, graph, nodes, count))
+        self._call_either("StreamGetCaptureInfo_v2", ctypes.c_void_p(stream), *places)
+        if status.value != self._CAPTURE_IS_ACTIVE:
+            raise RuntimeError("the graph capture is no longer valid: an earlier call broke it")
+        return number.value, graph.value or 0, tuple(nodes[i] or 0 for i in range(count.value))
+
+    def add_wait(self, stream: int, event: int) -> None:
+        """Add a node to a stream's capture that waits, at each replay, for the last record of `event` before it."""
+        _, graph, before = self.capture(stream)
+        node = ctypes.c_void_p()
+        where = ctypes.byref(node), ctypes.c_void_p(graph), *_nodes(before)
+        self._call_either("GraphAddEventWaitNode", *where, ctypes.c_void_p(event))
+        made = ctypes.byref(node), ctypes.c_size_t(1), self._SET_DEPENDENCIES
+        self._call_either("StreamUpdateCaptureDependencies", ctypes.c_void_p(stream), *made)
+
+    def add_record(self, graph: int, before: Sequence[int], event: int) -> int:
+        """Add a node to a graph that records `event` after the nodes `before`, and return it."""
+        node = ctypes.c_void_p()
+        where = ctypes.byref(node), ctypes.c_void_p(graph), *_nodes(before)
+        self._call_either("GraphAddEventRecordNode", *where, ctypes.c_void_p(event))
+        return node.value or 0
+
+    def add_edges(self, graph: int, before: Sequence[int], node: int) -> None:
+        """Let a node of a graph follow the nodes `before` too."""
+        (begins, count), (ends, _) = _nodes(before), _nodes([node] * len(before))
+        self._call_either("GraphAddDependencies", ctypes.c_void_p(graph), begins, ends, count)
+
+
+def _nodes(nodes: Sequence[int]) -> tuple[Any, ctypes.c_size_t]:
+    return (ctypes.c_void_p * len(nodes))(*nodes), ctypes.c_size_t(len(nodes))
 
 
 def link_refusal(places: Sequence[Place], rank: int, gpu: Gpu) -> str:

@@ -1,8 +1,8 @@
 """Workspace: one rank's view of a group's symmetric memory, with all ranks' arenas, the epoch and failures.
 
 An arena is a header with signals (see `kernels.signal`), then two halves of data. An op at epoch e uses half e % 2.
-Workspaces grow collectively. `registry` gives them back by `destroy` or with their group. On a GPU, events chain ops of
-different streams, so that ops run on one stream at a time.
+Workspaces grow collectively. `registry` gives them back by `destroy` or with their group. On a GPU, `streams` orders ops
+of different streams.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from .agreement import Meaning, Meanings
 from .failures import Failing
 from .rendezvous import ArenaExchange, StoreExchange
 from .steps import DeviceSteps, HostSteps
+from .streams import Turns
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
@@ -95,9 +96,8 @@ class Workspace(Failing):
         # The last finished epoch as the host counts, which needs no read of the device.
         self._host_epoch = epoch
         self._host_epoch_is_exact = True
-        self._last_stream: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
         on_gpu = device.type == "cuda"
+        self._turns = Turns(device) if on_gpu else None
         self.host_block = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._report = self.host_block.numpy()
         of_gpu = hardware.of_gpu(torch.cuda.get_device_name(device)) if on_gpu else None
@@ -302,7 +302,7 @@ class Workspace(Failing):
         return epoch
 
     def begin(self, op: str, meant: Meaning) -> None:
-        """Begin an op with the meaning `meant`, before it issues work. Chains streams.
+        """Begin an op with the meaning `meant`, before it issues work.
 
         Raises RuntimeError if the last op has not ended, or if the call that ran it has not returned.
         """
@@ -326,21 +326,17 @@ class Workspace(Failing):
             self._host_epoch, self._host_epoch_is_exact = epoch, True
             return
         check_device(self.data)
-        if self._capturing():
+        if capturing := self._capturing():
             self._captured.append((self._arena, self.peers))
-            return
-        stream = torch.cuda.current_stream(self.device)
-        if self._done is not None and stream != self._last_stream:
-            stream.wait_event(self._done)
-        self._last_stream = stream
+        assert self._turns is not None
+        self._turns.begin(capturing=capturing)
 
     def end(self) -> None:
         """End an op after all its work was issued. Raises a failure that the op has reported by now."""
         if self.device.type != "cpu":
             capturing = self._capturing()
-            if not capturing:
-                self._done = self._done or torch.cuda.Event()
-                self._done.record(self._last_stream)
+            assert self._turns is not None
+            self._turns.end(capturing=capturing)
             # A captured op advances the device's epoch at every replay. The host does not see that.
             self._host_epoch_is_exact = self._host_epoch_is_exact and not capturing
         self._check()

@@ -64,12 +64,22 @@ _nodes: list[Callable[[], object]] = []
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
-def put(node: Callable[[], object]) -> bool:
-    """Add a node to the graph under capture; return False without a capture."""
-    if not libcuda().stub_is_capturing():
+def is_capturing(stream: int) -> bool:
+    """Return whether a stream is captured. If it is not, what is late on the stream runs now."""
+    handle = ctypes.c_void_p(stream)
+    if libcuda().stub_capture(handle):
+        return True
+    if libcuda().stub_synchronize(handle):
+        raise RuntimeError("a replay has failed: see above")
+    return False
+
+
+def put(node: Callable[[], object], stream: int) -> bool:
+    """Add a node to the graph that captures a stream; return False without a capture."""
+    if not is_capturing(stream):
         return False
     _nodes.append(node)
-    libcuda().stub_add_node(len(_nodes) - 1)
+    libcuda().stub_add_node(len(_nodes) - 1, ctypes.c_void_p(stream))
     return True
 
 
@@ -87,4 +97,4 @@ def listen() -> Stub:
     """Execute every kernel of this process in its launch, or at each replay of the graph that captures it."""
     triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
     libcuda().stub_on_node(_run_node)
-    return Stub(lambda launch: put(lambda: execute(launch)) or execute(launch))
+    return Stub(lambda launch: put(lambda: execute(launch), launch.stream) or execute(launch))

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from . import cuda
-from .stub import libcuda
 
 # These run no kernel: they allocate, or make another tensor of the same memory.
 _KEPT = {
@@ -55,8 +54,9 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         return None if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
 
     host_args, host_kwargs = tree_unflatten([there(each) for each in leaves], tree)
-    if libcuda().stub_is_capturing():
-        return _captured(op, host_args, host_kwargs, given, device)
+    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device is None else device.index or 0)
+    if cuda.is_capturing(stream):
+        return _captured(op, host_args, host_kwargs, given, device, stream)
     made = op(*host_args, **host_kwargs)
     for host, own in given:
         # An `out` that was empty.
@@ -76,7 +76,7 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(back, made)
 
 
-def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]], device: Any) -> Any:
+def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]], device: Any, stream: int) -> Any:
     """Run an operator at each replay; its results are allocated now, with shapes from meta tensors."""
     leaves, tree = tree_flatten((args, kwargs))
     metas = [each.to("meta") if isinstance(each, Tensor) else each for each in leaves]
@@ -97,7 +97,7 @@ def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]
             if isinstance(out, Tensor) and id(meta) not in owns:
                 _on_host(out).copy_(result)
 
-    cuda.put(again)
+    cuda.put(again, stream)
     return tree_unflatten(outs, made_tree)
 
 

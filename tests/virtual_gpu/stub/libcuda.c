@@ -379,22 +379,88 @@ CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdevic
   return CUDA_SUCCESS;
 }
 
-// ---- Streams: what is put on one is done at once, or captured ----
+// ---- Streams and graphs: see graph.h ----
 
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-  *status = capture ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  *status = capture_of(stream) ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
   return CUDA_SUCCESS;
 }
 
-CUresult cuStreamSynchronize(CUstream stream) { return CUDA_SUCCESS; }
+CUresult cuStreamSynchronize(CUstream stream) {
+  return stub_synchronize(stream) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+}
 
 CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUstream stream) {
-  if (capture) return CUDA_ERROR_NOT_SUPPORTED;
+  if (capture_of(stream)) return CUDA_ERROR_NOT_SUPPORTED;
+  if (stub_synchronize(stream)) return CUDA_ERROR_LAUNCH_FAILED;
   for (size_t i = 0; i < count; i++) ((unsigned *)address)[i] = value;
   return CUDA_SUCCESS;
 }
 
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
-  stub_put((Node){WRITE_32, (void *)address, .value = value});
+  stub_put((Node){WRITE_32, (void *)address, .value = value}, stream);
   return CUDA_SUCCESS;
+}
+
+// A node's handle is its index, from 1.
+CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus *status, cuuint64_t *number, CUgraph *graph,
+                                   const CUgraphNode **nodes, size_t *count) {
+  static __thread CUgraphNode found[4096];
+  Place *p = place(&streams, stream);
+  cuStreamIsCapturing(stream, status);
+  if (!p->graph) return CUDA_SUCCESS;
+  if (p->nodes.count > 4096) return CUDA_ERROR_NOT_SUPPORTED;
+  for (int i = 0; i < p->nodes.count; i++) found[i] = (CUgraphNode)(uintptr_t)(p->nodes.of[i] + 1);
+  if (number) *number = p->graph->number;
+  if (graph) *graph = (CUgraph)p->graph;
+  if (nodes) *nodes = found;
+  if (count) *count = p->nodes.count;
+  return CUDA_SUCCESS;
+}
+
+// Puts nodes into a set, or returns an error: a handle of no node, or a node twice.
+static CUresult put_handles(Set *set, const Graph *graph, const CUgraphNode *nodes, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    int node = (int)(uintptr_t)nodes[i] - 1;
+    if (node < 0 || node >= graph->num_nodes || has(set, node)) return CUDA_ERROR_INVALID_VALUE;
+    put_in(set, node);
+  }
+  return CUDA_SUCCESS;
+}
+
+static CUresult add_event(Kind kind, CUgraphNode *made, CUgraph graph, const CUgraphNode *nodes, size_t count,
+                          CUevent event) {
+  Set follows = {0};
+  if (!event || put_handles(&follows, (Graph *)graph, nodes, count)) return CUDA_ERROR_INVALID_VALUE;
+  int node = add_node((Graph *)graph, (Node){kind, event}, &follows);
+  ((Graph *)graph)->direct[node] = 1;
+  *made = (CUgraphNode)(uintptr_t)(node + 1);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphAddEventWaitNode(CUgraphNode *made, CUgraph graph, const CUgraphNode *nodes, size_t count,
+                                 CUevent event) {
+  return add_event(WAIT, made, graph, nodes, count, event);
+}
+
+CUresult cuGraphAddEventRecordNode(CUgraphNode *made, CUgraph graph, const CUgraphNode *nodes, size_t count,
+                                   CUevent event) {
+  return add_event(RECORD, made, graph, nodes, count, event);
+}
+
+#undef cuGraphAddDependencies
+CUresult cuGraphAddDependencies(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to, size_t count) {
+  for (size_t i = 0; i < count; i++) {
+    Set *follows = ((Graph *)graph)->follows + (int)(uintptr_t)to[i] - 1;
+    if (put_handles(follows, (Graph *)graph, from + i, 1)) return CUDA_ERROR_INVALID_VALUE;
+  }
+  return CUDA_SUCCESS;
+}
+
+#undef cuStreamUpdateCaptureDependencies
+CUresult cuStreamUpdateCaptureDependencies(CUstream stream, CUgraphNode *nodes, size_t count, unsigned flags) {
+  Place *p = place(&streams, stream);
+  if (!p->graph) return CUDA_ERROR_ILLEGAL_STATE;
+  if (flags == CU_STREAM_SET_CAPTURE_DEPENDENCIES) p->nodes.count = 0;
+  return put_handles(&p->nodes, p->graph, nodes, count);
 }

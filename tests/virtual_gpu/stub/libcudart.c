@@ -1,5 +1,5 @@
-// A stub of libcudart.so.13 for torch: device memory is host memory, streams do at once what is put on them or have it
-// captured, and torch's own kernels are an error: torch's CPU kernels take their place (torch_kernels.py).
+// A stub of libcudart.so.13 for torch: device memory is host memory, streams and graphs are libcuda's stub's (graph.h), and
+// torch's own kernels are an error: torch's CPU kernels take their place (torch_kernels.py).
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -138,7 +138,12 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) {
 }
 
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { return cudaSuccess; }
+
+// Calls a function of libcuda's stub that returns whether it failed.
+#define CALL(error, name, types, ...) \
+  (((int (*) types)driver_symbol(#name))(__VA_ARGS__) ? failed(error) : cudaSuccess)
+
+cudaError_t cudaDeviceSynchronize(void) { return CALL(cudaErrorLaunchFailure, stub_synchronize_all, (void)); }
 
 // ---- Memory ----
 
@@ -170,7 +175,14 @@ cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
 }
 
 cudaError_t cudaMalloc(void **address, size_t bytes) { return take(address, bytes, cudaMemoryTypeDevice); }
-cudaError_t cudaFree(void *address) { return give_back(address); }
+
+// Waits for the device.
+cudaError_t cudaFree(void *address) {
+  cudaError_t error = cudaDeviceSynchronize();
+  give_back(address);
+  return error;
+}
+
 cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream) { return cudaMalloc(address, bytes); }
 cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) { return give_back(address); }
 
@@ -218,33 +230,34 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 cudaError_t cudaGetSymbolAddress(void **address, const void *symbol) { return cudaMalloc(address, 4096); }
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
+  cudaError_t error = cudaDeviceSynchronize();
   memmove(to, from, bytes);
-  return cudaSuccess;
+  return error;
 }
 
-static cudaError_t put(Node node) {
-  int (*of)(Node) = driver_symbol("stub_put");
-  return of(node) ? failed(cudaErrorLaunchFailure) : cudaSuccess;
+static cudaError_t put(Node node, cudaStream_t stream) {
+  return CALL(cudaErrorLaunchFailure, stub_put, (Node, void *), node, stream);
 }
 
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  return put((Node){COPY, to, from, bytes});
+  return put((Node){COPY, to, from, bytes}, stream);
 }
 
 cudaError_t cudaMemcpyPeerAsync(void *to, int device, const void *from, int peer, size_t bytes, cudaStream_t stream) {
-  return put((Node){COPY, to, from, bytes});
+  return put((Node){COPY, to, from, bytes}, stream);
 }
 
 cudaError_t cudaMemset(void *address, int value, size_t bytes) {
+  cudaError_t error = cudaDeviceSynchronize();
   memset(address, value, bytes);
-  return cudaSuccess;
+  return error;
 }
 
 cudaError_t cudaMemsetAsync(void *address, int value, size_t bytes, cudaStream_t stream) {
-  return put((Node){FILL, address, .bytes = bytes, .value = value});
+  return put((Node){FILL, address, .bytes = bytes, .value = value}, stream);
 }
 
-// ---- Streams, and events, which are times of the host's clock ----
+// ---- Streams, and events with the host's time ----
 
 cudaError_t cudaStreamCreate(cudaStream_t *stream) {
   static uintptr_t next = 100;
@@ -257,48 +270,48 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return CALL(cudaErrorLaunchFailure, stub_synchronize, (void *), stream);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+  if (flags) return failed(cudaErrorNotSupported);
+  return CALL(cudaErrorStreamCaptureIsolation, stub_wait, (void *, void *), stream, event);
+}
 
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
   *priority = 0;
   return cudaSuccess;
 }
 
-// All streams of the process are captured while one is.
-static enum cudaStreamCaptureStatus capturing(void) {
-  int (*is)(void) = driver_symbol("stub_is_capturing");
-  return is() ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+static unsigned long long capture_of(cudaStream_t stream) {
+  return ((unsigned long long (*)(void *))driver_symbol("stub_capture"))(stream);
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-  *status = capturing();
+  *status = capture_of(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-
-static unsigned long long num_captures;
 
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
                                      size_t *count) {
-  *status = capturing();
-  if (id) *id = num_captures;
+  cudaStreamIsCapturing(stream, status);
+  if (id) *id = capture_of(stream);
   if (graph) *graph = NULL;
   if (count) *count = 0;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
-  int (*begin)(void) = driver_symbol("stub_begin_capture");
-  num_captures++;
-  return begin() ? failed(cudaErrorIllegalState) : cudaSuccess;
+  return CALL(cudaErrorIllegalState, stub_begin_capture, (void *), stream);
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
-  Graph *(*end)(void) = driver_symbol("stub_end_capture");
-  *graph = (cudaGraph_t)end();
-  return *graph ? cudaSuccess : failed(cudaErrorIllegalState);
+  *graph = ((cudaGraph_t (*)(void *))driver_symbol("stub_end_capture"))(stream);
+  return *graph ? cudaSuccess : failed(cudaErrorStreamCaptureUnjoined);
 }
 
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
@@ -316,40 +329,50 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaSuccess; }
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t stream) {
-  int (*replay)(const Graph *) = driver_symbol("stub_replay");
-  return replay((const Graph *)graph) ? failed(cudaErrorLaunchFailure) : cudaSuccess;
+  return CALL(cudaErrorLaunchFailure, stub_launch, (void *, void *), graph, stream);
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
 
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-  *event = calloc(1, sizeof(double));
+typedef struct {
+  double ms;
+  int is_timed;
+} Event;
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *made, unsigned flags) {
+  Event *event = calloc(1, sizeof *event);
+  event->is_timed = !(flags & cudaEventDisableTiming);
+  *made = (cudaEvent_t)event;
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  ((void (*)(void *))driver_symbol("stub_forget"))(event);
   free(event);
   return cudaSuccess;
 }
 
+// A time is read when all before it is done, so nothing is late for an event with one.
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  cudaError_t error = ((Event *)event)->is_timed && !capture_of(stream) ? cudaStreamSynchronize(stream) : cudaSuccess;
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  *(double *)event = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
-  return cudaSuccess;
+  ((Event *)event)->ms = now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+  ((int (*)(void *, void *))driver_symbol("stub_record"))(event, stream);
+  return error;
 }
 
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-  return cudaEventRecord(event, stream);
+  return flags ? failed(cudaErrorNotSupported) : cudaEventRecord(event, stream);
 }
 
-cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return cudaSuccess; }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return CALL(cudaErrorNotReady, stub_is_pending, (void *), event); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return CALL(cudaErrorLaunchFailure, stub_reach, (void *), event); }
 
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) {
-  *ms = *(double *)end - *(double *)begin;
+  *ms = ((Event *)end)->ms - ((Event *)begin)->ms;
   return cudaSuccess;
 }
 
