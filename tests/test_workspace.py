@@ -57,7 +57,8 @@ def life(group: ProcessGroup) -> None:
     fusedtp.destroy()
     assert bool((whole == 1).all())
     assert again.tolist() == [group.size()] * 3
-    assert grown >= 3 * 512 * 1024 * 4 > first
+    # An arena has its own rank's rows, which the peers read there.
+    assert 3 * 512 * 1024 * 4 > grown >= 512 * 1024 * 4 > first
     assert epoch == 2  # growing kept the count
     assert sealed
     assert (maps, after, arenas()) == (3, 0, [])
