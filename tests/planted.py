@@ -114,6 +114,10 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("decomposed: a residual is added twice", "schedules/decomposed.py", "[*terms, residual]", "[*terms, residual, residual]", "test_options.py"),
     ("local: no residual on one rank", "schedules/local.py", "        if epilogue.residual is not None:\n            out.add_(epilogue.residual)\n        return with_norm(epilogue.norm, out)", "        return with_norm(epilogue.norm, out)", "test_options.py test_ops_local.py"),
     # Layers and styles.
+    ("autograd: a norm's gradients in one allocation", "calls/autograd.py", "map(torch.clone, sums)", "sums.unbind()", "test_layer_parameters.py -k memory"),
+    ("parameters: a multi-tensor change goes unnoticed", "calls/parameters.py", "    on_multi_tensor_changes(count)\n", "    pass\n", "test_layer_parameters.py -k changed_before"),
+    ("styles: a group overlooks other memory", "styles/grouped.py", "if not is_wrapped(mine):", "if False:", "test_fused_group.py -k changes_between"),
+    ("styles: a group shares computed weights", "styles/grouped.py", "if linear.computes(\"weight\", \"bias\") or (not is_compiling", "if (not is_compiling", "test_computed_parameters.py"),
     ("layers: gate and up exchanged", "layers.py", "weight, bias = weight.unbind(),", "weight, bias = weight.flip(0).unbind(),", "test_layers.py"),
     ("layers: new sequence sizes for the first linear alone", "layers.py", "wide.sequence_sizes = self.down_proj.sequence_sizes = arguments", "wide.sequence_sizes = arguments", "test_layers.py"),
     ("layers: every rank has a bias of its own", "layers.py", "parameters.same_as(0, own, self._lies[name].mesh, self.group)", "pass", "test_layer_parameters.py -k first_ranks"),

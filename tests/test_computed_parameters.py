@@ -150,6 +150,7 @@ STYLES: dict[str, Callable[[], Any]] = {
 @on_ranks(2)
 def test_the_numbers_are_nn_linears(group: ProcessGroup, kind: type[Counted]) -> None:
     """Random numbers that are drawn, and states that are kept, by the computation of a weight."""
+    torch.manual_seed(2)
     mesh, x = DeviceMesh.from_group(group, "cpu"), torch.randn(4, HIDDEN)
     for name, style in STYLES.items():
         dense = nn.Linear(HIDDEN, 9)
@@ -168,6 +169,7 @@ def test_the_numbers_are_nn_linears(group: ProcessGroup, kind: type[Counted]) ->
 @on_ranks(2)
 def test_a_group_with_computed_weights(group: ProcessGroup) -> None:
     """Each linear computes its weight when it is called. Parts that are given by functional_call are used."""
+    torch.manual_seed(2)
     mesh, x = DeviceMesh.from_group(group, "cpu"), torch.randn(4, HIDDEN)
     style = fusedtp.FusedGroup("a", "b", "c", input_layouts=Replicate(), output_layouts=Replicate())
     for names in ("a", "bc", "abc"):
@@ -195,6 +197,7 @@ def test_a_group_with_computed_weights(group: ProcessGroup) -> None:
 @on_ranks(2)
 def test_a_weight_that_a_hook_computes(group: ProcessGroup) -> None:
     """The older weight_norm sets a linear's weight before its call, after the first linear of a group was called."""
+    torch.manual_seed(2)
     x = torch.randn(4, HIDDEN)
     style = fusedtp.FusedGroup("a", "b", "c", input_layouts=Replicate(), output_layouts=Replicate())
     both = [dense, ours] = Three(), Three()

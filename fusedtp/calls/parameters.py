@@ -258,16 +258,17 @@ class Watched(nn.Module):
         self._known = dict.fromkeys(self._lies)
         watch_all(self)
 
-    def read(self, *names: str) -> tuple[Any, ...]:
+    def read(self, *names: str) -> list[Any]:
         """Return the parameters with these names; ValueError if other code has replaced one by another layout.
 
         A call reads each parameter once: a parametrization computes it, and may draw random numbers or count its calls.
         """
-        found = tuple([getattr(self, name) for name in names])
-        for name, each in zip(names, found, strict=True):
-            known = self._known.get(name)
+        found = []
+        for name in names:
+            each, known = getattr(self, name), self._known.get(name)
             if (known is None or getattr(each, "_spec", None) is not known) and name in self._lies:
                 self._known[name] = self._lies[name].check(name, each)
+            found.append(each)
         return found
 
     def computes(self, *names: str) -> bool:

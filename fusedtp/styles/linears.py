@@ -135,9 +135,7 @@ class FusedColwiseLinear(FusedLinear):
         return weight, bias
 
 
-def columns(
-    linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence[tuple[Tensor, Tensor | None]] = ()
-) -> list[Tensor]:
+def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence[Sequence[Any]] = ()) -> list[Tensor]:
     """Return the result of every one of these linears for one input, with one gather.
 
     `read`: each linear's weight and bias, if they have been read.
