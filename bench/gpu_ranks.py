@@ -210,9 +210,7 @@ def replays(group: ProcessGroup, times: int) -> None:
 
 
 def replays_on_streams(group: ProcessGroup, times: int) -> None:
-    """Replay two graphs on two streams with ops on two others between them; one graph has branches. No stream waits for
-    another: the workspace orders its ops by itself.
-    """
+    """Replay two graphs on two streams, one with branches, and run ops on two more; no stream waits for another."""
     device, M, K, N = prepare(), 48, 64, 80
     random = torch.Generator().manual_seed(group.rank())
     xs = [torch.randn(M, K, generator=random).bfloat16().to(device) for _ in range(3)]

@@ -44,6 +44,10 @@ spin: Any = torch.cuda._sleep
 without_dispatch: Any = torch._C._DisableTorchDispatch
 
 
+# torch/_compile.py: let a function run outside of compiled graphs. The public counterpart imports the compiler at once.
+outside_compiler: Any = torch._compile._disable_dynamo
+
+
 def is_tracing() -> bool:
     """Return whether torch.jit.trace is tracing."""
     return torch._C._get_tracing_state() is not None

@@ -12,18 +12,18 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 
 from fusedtp.memory.cuda import Driver
-from fusedtp.workspaces import streams
+from fusedtp.workspaces import streams, workspace
 
 
 @dataclass
 class Node:
-    """Node of a graph: the nodes it follows, and what it does. `event` of a wait or record node, `work` of any other."""
+    """Node of a graph: the nodes it follows, and its work, or the event that it waits for or records."""
 
     kind: str
     follows: set[int]
@@ -68,7 +68,7 @@ class Stream:
 class Event:
     """Event: the work before its last record, or the nodes of a capture before it."""
 
-    handles: dict[int, Event] = {}
+    handles: ClassVar[dict[int, Event]] = {}
 
     def __init__(self) -> None:
         self.cuda_event = 0
@@ -213,10 +213,19 @@ class Cuda:
 def running_on(cuda: Cuda) -> Iterator[None]:
     """Let torch.cuda and the driver be the model."""
     driver = Driver(cuda.library())
+
+    def current_stream(device: object = None) -> Stream:
+        return cuda.current
+
+    def is_capturing() -> bool:
+        return cuda.current.graph is not None
+
     with (
         mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "current_stream", lambda device=None: cuda.current),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: cuda.current.graph is not None),
-        mock.patch.object(streams, "_driver", lambda: driver),
+        mock.patch.object(torch.cuda, "current_stream", current_stream),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", is_capturing),
+        mock.patch.object(streams, "_driver", return_value=driver),
+        # Tensors are on a CPU.
+        mock.patch.object(workspace, "check_device", return_value=None),
     ):
         yield

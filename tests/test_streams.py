@@ -1,4 +1,4 @@
-"""Ops of one workspace on several streams, in and out of captured graphs: no two may run at once, whatever the program."""
+"""Ops of one workspace on several streams, in and out of captured graphs: no two may run at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusedtp.memory.cuda import Driver
-from fusedtp.workspaces import streams, workspace
+from fusedtp.workspaces import streams
 from fusedtp.workspaces.streams import Turns
 from fusedtp.workspaces.workspace import Workspace
 
@@ -125,7 +125,7 @@ STEPS = st.one_of(
 @example(steps=[("begin", 0, {1}), ("op", 0, 0), ("op", 1, 1), ("op", 0, 1), ("op", 1, 0)])
 def test_ops_run_one_at_a_time(steps: list[Any]) -> None:
     cuda = Cuda(NUM_STREAMS)
-    with running_on(cuda), mock.patch.object(workspace, "check_device", lambda x: None):
+    with running_on(cuda):
         program = Program(cuda)
         for name, *where in steps:
             getattr(program, name)(*where)
@@ -141,7 +141,7 @@ def test_ops_run_one_at_a_time(steps: list[Any]) -> None:
 def test_ops_of_one_stream_wait_for_nothing() -> None:
     """A graph of a chain of ops has one wait node and one record node, which nothing follows."""
     cuda = Cuda(NUM_STREAMS)
-    with running_on(cuda), mock.patch.object(workspace, "check_device", lambda x: None):
+    with running_on(cuda):
         program = Program(cuda)
         with mock.patch.object(Stream, "wait_event", side_effect=AssertionError):
             program.op(0, 0)
@@ -161,14 +161,17 @@ def test_an_op_of_an_invalid_capture_is_refused() -> None:
     cuda = Cuda(NUM_STREAMS)
     library = cuda.library()
     library.cuStreamGetCaptureInfo_v2 = lambda stream, status, *places: setattr(status._obj, "value", 2) or 0
-    with running_on(cuda), mock.patch.object(workspace, "check_device", lambda x: None):
+    with running_on(cuda):
         program = Program(cuda)
         program.begin(0, set())
         driver = Driver(library)
-        with mock.patch.object(streams, "_driver", lambda: driver), pytest.raises(RuntimeError, match="no longer valid"):
+        with (
+            mock.patch.object(streams, "_driver", return_value=driver),
+            pytest.raises(RuntimeError, match="no longer valid"),
+        ):
             program.op(0, 0)
         library.cuStreamGetCaptureInfo_v2 = lambda *_: 801
-        with mock.patch.object(streams, "_driver", lambda: driver), pytest.raises(RuntimeError, match="error 801"):
+        with mock.patch.object(streams, "_driver", return_value=driver), pytest.raises(RuntimeError, match="error 801"):
             program.op(0, 0)
         # Nothing was sent, so the workspace still works.
         program.op(0, 0)

@@ -30,7 +30,14 @@ from ..locks import one
 from ..norms import Norm
 from ..op import GATED, OF_RESULT, Options
 from ..scaled import Quantized, Scaled
-from ..torch_private import add_batch, is_batched, is_in_torch_dispatch_mode, remove_batch, transforms_active
+from ..torch_private import (
+    add_batch,
+    is_batched,
+    is_in_torch_dispatch_mode,
+    outside_compiler,
+    remove_batch,
+    transforms_active,
+)
 from . import arguments, operators
 from . import call as calls_
 from .call import Call, ProblemFunction
@@ -176,7 +183,8 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
         # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
-        found = _eager_gradients(ctx, dys, ctx.saved_tensors)
+        run = _gradients_outside if torch.compiler.is_compiling() else _eager_gradients
+        found = run(ctx, dys, ctx.saved_tensors)
         return (None, None, *map(found.get, ctx.needs))
 
     @staticmethod
@@ -220,6 +228,10 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
         if (each := found.get(name)) is not None:
             found[name] = as_gradient(each, parameter)
     return found
+
+
+# Compiled autograd compiles an eager node's `backward`.
+_gradients_outside = outside_compiler(_eager_gradients)
 
 
 def save(

@@ -1,8 +1,8 @@
 """Workspace: one rank's view of a group's symmetric memory, with all ranks' arenas, the epoch and failures.
 
 An arena is a header with signals (see `kernels.signal`), then two halves of data. An op at epoch e uses half e % 2.
-Workspaces grow collectively. `registry` gives them back by `destroy` or with their group. On a GPU, `streams` orders ops
-of different streams.
+Workspaces grow collectively. `registry` gives them back by `destroy` or with their group. On a GPU, `streams` orders
+the ops of several streams.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 // torch's own operators as nodes of Python's, which listens to launches, copies and fills as nodes of C's.
 //
 // A graph keeps the order of its nodes that streams and events gave, and no more: a replay takes any node that is ready.
-// A replay is late: it runs when its stream, or an event that it records, is waited for, or when more is put on its
-// stream.
+// Every second replay is late: it runs when its stream, or an event that it records, is waited for, or when more is put
+// on its stream. Devices, and so ranks, choose differently.
 #pragma once
 #include <pthread.h>
 #include <stdint.h>
@@ -38,6 +38,8 @@ typedef struct Graph {
 } Graph;
 
 #ifdef HAS_GRAPHS
+int *stub_current_device(void);
+
 // A stream or an event by its handle: the capture that it is in, and the nodes before it.
 typedef struct Place {
   void *handle;
@@ -128,9 +130,15 @@ static int run(const Node *node) {
   return 0;
 }
 
+// A random number, another one on every device.
+static unsigned choose(unsigned count) {
+  static unsigned state;
+  if (!state) state = 1 + *stub_current_device();
+  return rand_r(&state) % count;
+}
+
 // Runs a graph in an order that its edges allow, another at every replay.
 static int run_graph(const Graph *graph) {
-  static unsigned seed = 1;
   char *done = calloc(1, graph->num_nodes + 1);
   int *ready = malloc((graph->num_nodes + 1) * sizeof(int));
   int failed = 0;
@@ -142,7 +150,7 @@ static int run_graph(const Graph *graph) {
       for (int j = 0; j < follows->count && is_ready; j++) is_ready = done[follows->of[j]];
       if (is_ready) ready[num_ready++] = i;
     }
-    int chosen = num_ready ? ready[rand_r(&seed) % num_ready] : -1;
+    int chosen = num_ready ? ready[choose(num_ready)] : -1;
     failed = chosen < 0 || run(graph->nodes + chosen);
     if (chosen >= 0) done[chosen] = 1;
   }
@@ -260,7 +268,7 @@ void stub_forget(void *handle) {
   event->launch = event->is_recorded = event->nodes.count = 0;
 }
 
-// Launches a graph. It is late; what its wait nodes wait for is not.
+// Launches a graph. What its wait nodes wait for is not late.
 int stub_launch(Graph *graph, void *stream) {
   int failed = 0;
   for (int i = 0; i < graph->num_nodes; i++)
@@ -277,6 +285,6 @@ int stub_launch(Graph *graph, void *stream) {
       event->is_recorded = 1;
       event->launch = made->number;
     }
-  return failed;
+  return failed || (choose(2) ? stub_synchronize(stream) : 0);
 }
 #endif
