@@ -117,8 +117,10 @@ class LocalGather:
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         outs = multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
-        # Nothing was gathered, so X may be the caller's own tensor.
-        return [out.clone() if each.kind == "whole" else out for out, each in zip(outs, products, strict=False)]
+        if products and products[-1].kind == "whole":
+            # Nothing was gathered, so X may be the caller's own tensor.
+            outs[-1] = outs[-1].clone()
+        return outs
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format) if out is None else out
