@@ -31,7 +31,7 @@ from .cases import OWN, SCHEDULES
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
-from .store import Measurement, Outcome, rows_of
+from .store import Measurement, Outcome, rows_of, together
 from .timing import Verdict, gate, measure, slowed
 
 # A rank of a launcher says after this time for whom it waits.
@@ -115,37 +115,51 @@ def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
 
 
 def run_spawned(
-    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
+    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None], launches: int = 1
 ) -> list[Measurement]:
-    """Run the jobs on ranks started here; `done` is called with the rows of each."""
+    """Run the jobs on ranks started here; `done` is called with the rows of each.
+
+    launches: how often to run the timed jobs, each time on fresh ranks. Rows have the rounds of all launches so far.
+    """
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
-    rows: list[Measurement] = []
+    rows: dict[int, list[Measurement]] = {}
+    outcomes_of: dict[int, list[list[Outcome]]] = {}
     # Providers in whose calls ranks failed, and the case.
     lost: dict[str, str] = {}
-    with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
-        for job in jobs:
-            left = job
-            for name in lost:
-                left = left.without(name, f"not tried again: it failed at {lost[name]}")
-            outcomes: list[Outcome] = []
-            while not outcomes:
-                try:
-                    outcomes = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[0]
-                except RankError as error:
-                    name, direction = blamed(error)
-                    if name in OWN or name not in left.variants:
-                        outcomes = failed(left, str(error))
-                    else:
-                        text = f"{name} failed at {job.case}, {direction}: {error}"
-                        left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
-            new = rows_of(job.case, outcomes, machine)
-            rows += new
-            if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
-                # A workspace that lost a peer refuses further use, which would fail the next job too.
-                pool.close()
-            done(job, new)
-    return rows
+    for launch in range(launches):
+        # All jobs, then all again: what drifts from minute to minute is then part of the spread over launches.
+        with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
+            for at, job in enumerate(jobs):
+                if launch and not job.timed:
+                    continue
+                outcomes = _run_on(pool, job, lost)
+                outcomes_of.setdefault(at, []).append(outcomes)
+                rows[at] = rows_of(job.case, together(outcomes_of[at]), machine)
+                if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
+                    # A workspace that lost a peer refuses further use, which would fail the next job too.
+                    pool.close()
+                done(job, rows[at])
+    return [row for new in rows.values() for row in new]
+
+
+def _run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
+    # Run a job without the providers in `lost`, to which those are added in whose calls ranks fail.
+    left = job
+    for name in lost:
+        left = left.without(name, f"not tried again: it failed at {lost[name]}")
+    while True:
+        try:
+            outcomes: list[Outcome] = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[
+                0
+            ]
+            return outcomes
+        except RankError as error:
+            name, direction = blamed(error)
+            if name in OWN or name not in left.variants:
+                return failed(left, str(error))
+            text = f"{name} failed at {job.case}, {direction}: {error}"
+            left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
 
 
 class Launched(NamedTuple):
