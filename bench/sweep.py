@@ -20,10 +20,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from . import ranks
@@ -32,14 +31,14 @@ from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of, together
-from .timing import Verdict, gate, measure, slowed
+from .timing import Verdict, gate, measure
 
 # A rank of a launcher says after this time for whom it waits.
 NOTICE_SECONDS = 5.0
 
 
-def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType({})) -> list[Outcome]:
-    """Run one job on this rank; collective over `group`. plant: factors by which variants are slowed down."""
+def run_job(group: Any, job: Job) -> list[Outcome]:
+    """Run one job on this rank; collective over `group`."""
     import torch
     import torch.distributed as dist
 
@@ -70,8 +69,6 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
                 paths[variant] = _path(variant)
             correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
             runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
-            for name in runners.keys() & plant.keys():
-                runners[name] = slowed(runners[name], plant[name], device)
             before = partial(at, direction)
             timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds, before=before)
             outcomes += [

@@ -173,6 +173,7 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
 ) -> None:
     """The first step does not count, as ranks start in it."""
     clock = iter((0.0, 10.0, 12.0, 16.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=clock.__next__))
     with arguments.progress(Console(width=80), [("a", 1.0), ("b", 1.0), ("c", 2.0)], "nothing") as done:
         for _ in range(3):
@@ -183,6 +184,15 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
         "2/3, 12 s, 3 s left: b",
         "3/3, 16 s, 0 s left: c",
     ]
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.4, "about 60 s"), (1.0, "60 s to 3 min"), (6.0, "60 s to 8 min")])
+def test_an_estimate_is_a_range_where_something_else_runs(
+    load: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert arguments.expected(60.0).startswith(told)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
