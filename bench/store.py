@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from dataclasses import replace as changed
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
@@ -272,21 +271,6 @@ class Outcome:
         if self.verdict is None:
             return NOT_RUN + self.not_run
         return self.verdict.error or PASSED
-
-
-def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """Return the outcomes of several launches of one job as one of all rounds, or as the first one without a time."""
-    from .intervals import Timing
-
-    found: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in (outcome for outcomes in launches for outcome in outcomes):
-        found.setdefault((outcome.variant, outcome.direction), []).append(outcome)
-    joined = []
-    for turns in found.values():
-        untimed = [outcome for outcome in turns if outcome.timing is None]
-        timings = [outcome.timing for outcome in turns if outcome.timing]
-        joined.append(untimed[0] if untimed else changed(turns[0], timing=Timing.together(timings)))
-    return joined
 
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:

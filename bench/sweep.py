@@ -21,16 +21,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 from . import ranks
 from .cases import OWN, SCHEDULES
+from .intervals import Timing
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
-from .store import Measurement, Outcome, rows_of, together
+from .store import Measurement, Outcome, rows_of
 from .timing import Verdict, gate, measure
 
 # A rank of a launcher says after this time for whom it waits.
@@ -138,6 +140,19 @@ def run_spawned(
                     pool.close()
                 done(job, rows[at])
     return [row for new in rows.values() for row in new]
+
+
+def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Return the outcomes of several launches of one job as one of all rounds, or as the first one without a time."""
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in (outcome for outcomes in launches for outcome in outcomes):
+        found.setdefault((outcome.variant, outcome.direction), []).append(outcome)
+    joined = []
+    for turns in found.values():
+        untimed = [outcome for outcome in turns if outcome.timing is None]
+        timings = [outcome.timing for outcome in turns if outcome.timing]
+        joined.append(untimed[0] if untimed else replace(turns[0], timing=Timing.together(timings)))
+    return joined
 
 
 def _run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:

@@ -14,6 +14,7 @@ from fusedtp.bench.cases import Case
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.machine import describe
 from fusedtp.bench.store import COLUMNS, Measurement, Outcome, rows_of
+from fusedtp.bench.sweep import together
 from fusedtp.bench.timing import Verdict
 
 ROW = Measurement(
@@ -80,11 +81,11 @@ def test_outcomes_of_several_launches_are_joined() -> None:
         replace(first[0], timing=Timing.of([4.0] * 5)),
         replace(first[1], timing=None, verdict=Verdict(error="no")),
     ]
-    unfused, auto = rows_of(case, store.together([first, second]), describe())
+    unfused, auto = rows_of(case, together([first, second]), describe())
     assert (unfused.rounds_ms, unfused.launches) == ((3.0,) * 3 + (4.0,) * 5, (3, 5))
     assert (unfused.median_ms, unfused.speedup_vs_unfused) == (4.0, 1.0)
     assert (auto.gate, auto.median_ms, auto.launches) == ("no", None, ())
-    (one,) = store.together([first[:1]])
+    (one,) = together([first[:1]])
     assert one == first[0]
 
 
