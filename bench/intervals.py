@@ -4,10 +4,12 @@
   differs from one start to the next: another placement of ranks and of their memory.
 - Rows of one launch: Yuen's t of the logarithms of rounds, which trims a fifth from each end, so disturbed rounds do
   not count. Neighbouring rounds may be alike (a drift, a clock that changes its rate), so n of them count as
-  n (1 - r) / (1 + r), the effective sample size, for the lag-1 correlation r of their ranks.
+  n (1 - r) / (1 + r), the effective sample size, for the lag-1 correlation r of their ranks. Of 5 rounds or fewer
+  none can be estimated: they count as independent, and `careful` says what all rows together show.
 - Rows without rounds, from older files: from the 20th percentile of one time over the 80th of the other to the reverse.
 
-Variants of one run took turns in the same rounds, so their ratio is taken round by round: what slows both cancels.
+Variants of one run took turns in the same rounds, so from 8 rounds on their ratio is taken round by round: what slows
+both cancels.
 `tests/test_bench_compare.py` simulates the coverage.
 """
 
@@ -28,9 +30,9 @@ _EQUAL = 1e-6
 NOISY = 0.2
 # Smallest lag-1 correlation of rounds that is worth a warning, and standard errors that it must exceed.
 CORRELATED, _ERRORS = 0.25, 2.3
-# Largest correlation that widens an interval: an estimate from a few rounds is not closer to 1.
-_MOST_CORRELATED = 0.9
 _TRIM = 0.2
+# Rounds that say nothing of their correlation, and those from which pairs are worth the degrees of freedom.
+_TOO_FEW, _PAIRED = 5, 8
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def ratio(over: Timing, under: Timing, confidence: float = 0.95, *, same_run: bo
     middle = over.median_ms / under.median_ms
     if min(len(over.rounds_ms), len(under.rounds_ms)) < 2:
         return Interval(middle, over.p20_ms / under.p80_ms, over.p80_ms / under.p20_ms)
-    found = _difference(over.logarithms(), under.logarithms(), same_run and over.shares_rounds(under))
+    pairs = same_run and over.shares_rounds(under) and bool(over.launches or over.rounds >= _PAIRED)
+    found = _difference(over.logarithms(), under.logarithms(), pairs)
     if found.variance < _EQUAL**2:
         return Interval(middle, middle, middle)
     from scipy import stats
@@ -128,9 +131,9 @@ class _Mean:
     freedom: float
 
 
-def _difference(a: Sequence[Any], b: Sequence[Any], same_run: bool) -> _Mean:
-    # The logarithms of each launch's rounds, of two variants in the same rounds or of two runs.
-    if same_run:
+def _difference(a: Sequence[Any], b: Sequence[Any], pairs: bool) -> _Mean:
+    # Of the logarithms of each launch's rounds.
+    if pairs:
         return _mean([mine - its for mine, its in zip(a, b, strict=True)])
     one, other = _mean(a), _mean(b)
     value, variance = one.value - other.value, one.variance + other.variance
@@ -157,9 +160,10 @@ def _trimmed_mean(values: Any) -> _Mean:
     cut = int(_TRIM * count)
     kept, inside = count - 2 * cut, np.sort(values)[cut : count - cut]
     variance = np.clip(values, inside[0], inside[-1]).var(ddof=1) * (count - 1) / (kept * (kept - 1))
-    correlation = min(max(0.0, _correlation(values)), _MOST_CORRELATED)
+    # An estimate from few rounds may be anything.
+    correlation = max(0.0, min(_correlation(values), 0.9, 1 - _TOO_FEW / count))
     fewer = (1 + correlation) / (1 - correlation)
-    return _Mean(float(inside.mean()), float(variance) * fewer, max(1.0, (kept - 1) / fewer))
+    return _Mean(float(inside.mean()), float(variance) * fewer, max(min(2.0, kept - 1.0), (kept - 1) / fewer))
 
 
 def _correlation(values: Any) -> float:
