@@ -185,20 +185,20 @@ def virtual_gpu(session: nox.Session, torch: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """pytest-benchmark timings, saved under results/<machine>/benchmarks. Arguments after -- go to pytest."""
+    """pytest-benchmark of ratios. Arguments after -- go to pytest: --benchmark-save=NAME, --benchmark-compare, -k."""
     install(session)
     # -P: the installed package, not this folder. Its name is the last word, behind any warning.
     name = session.run(
         "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
     )
     folder = f"results/{str(name).split()[-1]}/benchmarks"
-    options = ("--benchmark-autosave", f"--benchmark-storage={folder}")
-    session.run("pytest", "-m", "bench", *options, *session.posargs, env=ONE_THREAD)
+    options = (f"--benchmark-storage={folder}", "--benchmark-save-data")
+    session.run("pytest", "tests/test_bench.py", "-m", "bench", *options, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def regress(session: nox.Session) -> None:
-    """Fail if a schedule is slower than this machine's baseline. Arguments after --: --save, --plant decomposed=1.3."""
+    """Fail if a schedule is slower than this machine's baseline. Arguments after --: --save, --plant decomposed=1.1."""
     install(session)
     session.run("python", "-P", "-m", "fusedtp.bench.regress", *session.posargs, env=ONE_THREAD)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import tempfile
 import time
@@ -43,7 +44,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
     - steps: a description and the estimated seconds of each step.
     """
     total, begin = sum(seconds for _, seconds in steps), time.monotonic()
-    console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, about {duration(total)}; Ctrl-C ends it")
+    console.print(f"{len(steps)} step{'s' * (len(steps) > 1)}, {expected(total)}; Ctrl-C ends it")
     text = TextColumn("{task.fields[left]} left: {task.description}", markup=False)
     columns = (TimeElapsedColumn(), BarColumn(12), text)
     with Progress(*columns, console=console, disable=not console.is_terminal, **output.LIVE) as bar:
@@ -80,6 +81,17 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
 def duration(seconds: float) -> str:
     """Return a duration in words: "12 s", "4 min"."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def expected(seconds: float) -> str:
+    """Return an estimate in words, of the seconds on an idle machine: a range if this machine does something else.
+
+    A process that shares cores takes its part of them, and ranks that wait for each other up to twice as long.
+    """
+    others = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if others < 0.25:
+        return f"about {duration(seconds)}"
+    return f"{duration(seconds)} to {duration(2 * (1 + others) * seconds)}, as the machine does something else too"
 
 
 def names(text: str, known: tuple[str, ...], what: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,6 +122,9 @@ def sweep(
         float, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one case.")
     ] = 1.0,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
+    launches: Annotated[
+        int, typer.Option(min=1, help="Times to run all timed cases, on fresh ranks; intervals are then over launches.")
+    ] = 1,
     patience: Annotated[
         float,
         typer.Option(min=1, callback=arguments.finite, help="Timeout of a case in seconds, beyond its arithmetic."),
@@ -150,6 +154,8 @@ def sweep(
         world_size = str(here.world_size) if world_size is None else world_size
         if max(arguments.numbers(world_size, "--world-size")) > here.world_size:
             raise typer.BadParameter(f"--world-size {world_size}: {here.world_size} ranks were launched")
+        if launches > 1:
+            raise typer.BadParameter("--launches starts fresh ranks, which a launcher's command cannot: leave it out")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
     if tokens is not None and not model:
@@ -196,10 +202,12 @@ def sweep(
         )
     if here is not None:
         join(here, jobs)
-    run = run_spawned if here is None else run_launched
+    run = partial(run_spawned, launches=launches) if here is None else run_launched
     kept = f"the rows of what had ended are in\n{path}\n`fusedtp report` with this file shows them"
     steps = [(f"{job.case}{', checked' * (not job.timed)}", estimate(job)) for job in jobs]
     steps[0] = steps[0][0], steps[0][1] + START_SECONDS
+    # Jobs that are only checked run once.
+    steps += (launches - 1) * [step for step, job in zip(steps, jobs, strict=True) if job.timed]
     with arguments.progress(console, steps, kept) as step:
 
         def done(job: Job, new: list[Measurement]) -> None:
@@ -288,7 +296,7 @@ def _layer(name: str, about: str, sizes: str) -> None:
         out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
     ) -> None:
         from .jobs import START_SECONDS
-        from .layers import SUITES, run, table
+        from .layers import SUITES, run, table, warnings
         from .machine import describe
 
         suite, console, machine = SUITES[name], Console(), describe()
@@ -320,6 +328,8 @@ def _layer(name: str, about: str, sizes: str) -> None:
             f"{'the fastest of ' * (len(suite.over) > 1)}{' and '.join(suite.over)}."
         )
         console.print(f"{suite.variants}local: a rank's arithmetic with nothing sent, a bound.")
+        if warning := warnings(suite, frame):
+            console.print(warning, style="bold yellow")
         console.print(f"rows: {path}", soft_wrap=True)
 
     more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."

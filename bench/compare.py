@@ -3,7 +3,10 @@
 Rows are matched by case and variant. By default `compare` takes each variant's time over the time of `unfused` in the
 same round. A slower machine slows both, so the ratio stays. The matmul and the collective, each alone, have no such
 ratio. `absolute` compares the times themselves, theirs too. A row is faster or slower if its interval (`intervals`)
-leaves out 1. At 95 %, that happens to one in twenty rows that did not change.
+leaves out 1.
+
+At 95 %, that happens to one in twenty rows that did not change, if either file has several launches, as the interval
+then includes how launches differ. Otherwise it happens to more rows, and nobody knows to how many.
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ def compare(
                 found.without_baseline.append(b)
                 continue
             time_a, time_b = time_a.over(base_a), time_b.over(base_b)
-        found.changes.append(Change(a, b, ratio(time_b, time_a, confidence)))
+        found.changes.append(Change(a, b, ratio(time_b, time_a, confidence, same_run=False)))
     found.changes.sort(key=lambda change: -change.interval.ratio)
     return found
 
@@ -172,11 +175,18 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
     if total:
         counts, level = f"{count['slower']} slower, {count['faster']} faster", f"{confidence:.0%} confidence"
         told += [f"{total} ratios, {what}: {counts} in B, at {level}."]
-        mean, by_chance = geometric_mean(each.interval.ratio for each in found.changes), total * (1 - confidence)
-        told += [
-            f"Geometric mean of B / A: {mean:.3f}.",
-            f"Without a change about {by_chance:.1f} cases differ by chance, on a machine as quiet in both.",
-        ]
+        mean = geometric_mean(each.interval.ratio for each in found.changes)
+        told += [f"Geometric mean of B / A: {mean:.3f}."]
+        single = sum(not (each.before.launches or each.after.launches) for each in found.changes)
+        if single:
+            told += [
+                f"{single} ratios are of one launch in A and one in B. Launches of the same code differ by a few "
+                "percent, which these intervals leave out: more of them differ by chance than the level says. Measure "
+                "with fusedtp sweep --launches 3."
+            ]
+        if by_launch := total - single:
+            by_chance = by_launch * (1 - confidence)
+            told += [f"Without a change about {by_chance:.1f} of {by_launch} ratios over launches differ by chance."]
     told += _apart(found, everything)
     for line in told:
         console.print(line)

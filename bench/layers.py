@@ -31,7 +31,7 @@ from fusedtp.layers import ParallelMLP
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
 
-from .intervals import Timing, ratio
+from .intervals import Timing, careful, ratio
 from .machine import describe
 from .ranks import RankPool
 from .store import cell
@@ -307,6 +307,12 @@ def table(suite: Suite, frame: pd.DataFrame) -> CellTable:
     return CellTable.of("layers", suite.layer, lines, optional=("concatenated", "dtensor_once", "local"))
 
 
+def warnings(suite: Suite, frame: pd.DataFrame) -> str:
+    """Return `careful` of the frame's rounds."""
+    groups = [part for _, part in frame.groupby([*suite.columns, "world_size"], sort=False)]
+    return careful([Timing.of([*map(float, text.split())]) for text in part["rounds_ms"]] for part in groups)
+
+
 def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
     """Return tidy rows, one a variant, with machine, commit and versions."""
     last = len(suite.columns) - 1
@@ -318,7 +324,7 @@ def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping
         fastest = min(found.values(), key=lambda each: each.ratio)
         speedup = {f"speedup_vs_{name}": each.ratio for name, each in found.items()}
         speedup |= {"speedup_low": fastest.low, "speedup_high": fastest.high}
-        rounds = {"rounds_ms": cell(timing.rounds_ms)}
+        rounds = {name: cell(getattr(timing, name)) for name in ("rounds_ms", "launches")}
         rows.append({
             **about, "dtype": "float32", "variant": variant, **asdict(timing), **rounds, **speedup, "gate": "passed",
             **asdict(describe()),

@@ -117,7 +117,7 @@ def write(rows: Sequence[Measurement], path: Path) -> str:
             pairs = ((words, draw(part)) for words, part in _groups(frame, columns))
             drawn[section] = [_kept(section, *pair, path) for pair in pairs if pair[1] is not None]
         drawn["timeline"] = [_kept("timeline", "call", timeline.figure(recorded), path)] if recorded else []
-    replace(path.with_suffix(".html"), page(frame, drawn).encode())
+    replace(path.with_suffix(".html"), page(frame, drawn, busy(rows)).encode())
     return malformed
 
 
@@ -149,8 +149,8 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
-    """Return the whole document."""
+def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning: str = "") -> str:
+    """Return the whole document. warning: `busy` of the rows, beside the verdict."""
     from jinja2 import Environment, PackageLoader
 
     lines = timed(frame)
@@ -174,7 +174,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]]) -> str:
         commits=each(lines.assign(commit=commits), "commit"),
         best=records(overall(frame).pipe(lambda found: found.drop_duplicates("direction") if len(found) else found)),
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
-        version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
+        warning=warning, version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip
     return visible(made)
 

@@ -50,7 +50,8 @@ class Measurement:
     bound_ms: the longer of matmul and comm. overlap_efficiency: the hidden part of the time that unfused takes beyond
     the matmul. gate: "passed", "not run: " and the reason, or the error; only passed rows have numbers. error_ratio:
     the largest error over the allowed error. interpreted: ran in Triton's interpreter, checked and not timed.
-    predicted: from a model, not a clock.
+    predicted: from a model, not a clock. launches: the number of rounds in each of several
+    launches on fresh ranks, of which `rounds_ms` has one after the other; empty for one launch.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Measurement:
     total_ms: float | None = None
     rounds: int = 0
     rounds_ms: tuple[float, ...] = ()
+    launches: tuple[int, ...] = ()
     speedup_vs_unfused: float | None = None
     matmul_fraction: float | None = None
     tflops: float | None = None
@@ -124,17 +126,19 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int": ("[0-9]{1,18}", int),
     "float | None": (f"({_FLOAT})?", lambda text: float(text) if text else None),
     "tuple[float, ...]": (f"({_FLOAT}( {_FLOAT})*)?", lambda text: tuple(map(float, text.split()))),
+    "tuple[int, ...]": ("([0-9]{1,18}( [0-9]{1,18})*)?", lambda text: tuple(map(int, text.split()))),
     "bool": ("True|False", "True".__eq__),
 }
 _WORDS = {
     "str": "text without zero bytes", "int": "a whole number", "float | None": "a number", "bool": "True or False",
     "tuple[float, ...]": "numbers with one space between them",
+    "tuple[int, ...]": "whole numbers with one space between them",
 }  # fmt: skip
 # Annotations are strings here: `from __future__ import annotations`.
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
-# Columns of older files, without rounds.
-_WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
+# Columns that older files lack.
+_NEWER = ("rounds_ms", "launches")
 
 # Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
@@ -181,9 +185,9 @@ def read(path: Path) -> list[Measurement]:
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{foreign}: {error}") from error
-    if header not in (COLUMNS, _WITHOUT_ROUNDS):
+    if header != tuple(name for name in COLUMNS if name in header or name not in _NEWER):
         unlike = {
-            "missing columns": [name for name in COLUMNS if name not in header],
+            "missing columns": [name for name in COLUMNS if name not in (*header, *_NEWER)],
             "unknown columns": [name[:80] for name in header if name not in COLUMNS],
         }
         told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
@@ -225,6 +229,10 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
         raise ValueError(f"median_ms: {middle} is not between p20_ms {low} and p80_ms {high}")
     if row.rounds_ms and len(row.rounds_ms) != row.rounds:
         raise ValueError(f"rounds_ms: {len(row.rounds_ms)} times of {row.rounds} rounds")
+    if row.launches and (len(row.launches) < 2 or min(row.launches) < 1 or sum(row.launches) != len(row.rounds_ms)):
+        raise ValueError(
+            f"launches: {cell(row.launches)} rounds in two launches or more, of {len(row.rounds_ms)} times"
+        )
     if (middle is not None or row.rounds_ms) and not row.passed:
         raise ValueError(f"gate: {row.gate[:80]!r}, and yet there is a time")
     return row

@@ -20,26 +20,27 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from . import ranks
 from .cases import OWN, SCHEDULES
+from .intervals import Timing
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
-from .timing import Verdict, gate, measure, slowed
+from .timing import Verdict, gate, measure
 
 # A rank of a launcher says after this time for whom it waits.
 NOTICE_SECONDS = 5.0
 
 
-def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType({})) -> list[Outcome]:
-    """Run one job on this rank; collective over `group`. plant: factors by which variants are slowed down."""
+def run_job(group: Any, job: Job) -> list[Outcome]:
+    """Run one job on this rank; collective over `group`."""
     import torch
     import torch.distributed as dist
 
@@ -70,8 +71,6 @@ def run_job(group: Any, job: Job, plant: Mapping[str, float] = MappingProxyType(
                 paths[variant] = _path(variant)
             correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
             runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
-            for name in runners.keys() & plant.keys():
-                runners[name] = slowed(runners[name], plant[name], device)
             before = partial(at, direction)
             timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds, before=before)
             outcomes += [
@@ -115,37 +114,64 @@ def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
 
 
 def run_spawned(
-    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
+    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None], launches: int = 1
 ) -> list[Measurement]:
-    """Run the jobs on ranks started here; `done` is called with the rows of each."""
+    """Run the jobs on ranks started here; `done` is called with the rows of each.
+
+    launches: how often to run the timed jobs, each time on fresh ranks. Rows have the rounds of all launches so far.
+    """
     num_ranks = max(job.case.world_size for job in jobs)
     env = rank_environment(machine.num_gpus, num_ranks)
-    rows: list[Measurement] = []
+    rows: dict[int, list[Measurement]] = {}
+    outcomes_of: dict[int, list[list[Outcome]]] = {}
     # Providers in whose calls ranks failed, and the case.
     lost: dict[str, str] = {}
-    with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
-        for job in jobs:
-            left = job
-            for name in lost:
-                left = left.without(name, f"not tried again: it failed at {lost[name]}")
-            outcomes: list[Outcome] = []
-            while not outcomes:
-                try:
-                    outcomes = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[0]
-                except RankError as error:
-                    name, direction = blamed(error)
-                    if name in OWN or name not in left.variants:
-                        outcomes = failed(left, str(error))
-                    else:
-                        text = f"{name} failed at {job.case}, {direction}: {error}"
-                        left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
-            new = rows_of(job.case, outcomes, machine)
-            rows += new
-            if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
-                # A workspace that lost a peer refuses further use, which would fail the next job too.
-                pool.close()
-            done(job, new)
-    return rows
+    for launch in range(launches):
+        # All jobs, then all again: what drifts from minute to minute is then part of the spread over launches.
+        with RankPool(num_ranks, timeout=max(seconds_of(job) for job in jobs), env=env) as pool:
+            for at, job in enumerate(jobs):
+                if launch and not job.timed:
+                    continue
+                outcomes = _run_on(pool, job, lost)
+                outcomes_of.setdefault(at, []).append(outcomes)
+                rows[at] = rows_of(job.case, together(outcomes_of[at]), machine)
+                if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
+                    # A workspace that lost a peer refuses further use, which would fail the next job too.
+                    pool.close()
+                done(job, rows[at])
+    return [row for new in rows.values() for row in new]
+
+
+def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Return the outcomes of several launches of one job as one of all rounds, or as the first one without a time."""
+    found: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in (outcome for outcomes in launches for outcome in outcomes):
+        found.setdefault((outcome.variant, outcome.direction), []).append(outcome)
+    joined = []
+    for turns in found.values():
+        untimed = [outcome for outcome in turns if outcome.timing is None]
+        timings = [outcome.timing for outcome in turns if outcome.timing]
+        joined.append(untimed[0] if untimed else replace(turns[0], timing=Timing.together(timings)))
+    return joined
+
+
+def _run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
+    # Run a job without the providers in `lost`, to which those are added in whose calls ranks fail.
+    left = job
+    for name in lost:
+        left = left.without(name, f"not tried again: it failed at {lost[name]}")
+    while True:
+        try:
+            outcomes: list[Outcome] = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[
+                0
+            ]
+            return outcomes
+        except RankError as error:
+            name, direction = blamed(error)
+            if name in OWN or name not in left.variants:
+                return failed(left, str(error))
+            text = f"{name} failed at {job.case}, {direction}: {error}"
+            left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
 
 
 class Launched(NamedTuple):

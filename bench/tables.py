@@ -290,11 +290,12 @@ def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
 def verdict(frame: pd.DataFrame) -> list[str]:
     """Return a few lines: which schedules gain in which cases, and which schedule `auto` takes and why."""
     shown, lines = compared(frame), list[str]()
+    basis = "over launches" if shown["launches"].map(bool).all() else "over the rounds of one launch"
     for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
         rows, faster = records(members), (members["low"] > 1).sum()
         where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
         gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
-        lines.append(f"{gain}, no difference in the others (95 % intervals).")
+        lines.append(f"{gain}, no difference in the others (95 % intervals {basis}).")
         # A case without a significant difference may have any median.
         most = max([row for row in rows if row["low"] > 1] or rows, key=lambda row: row["speedup"])
         least = min([row for row in rows if row["high"] < 1] or rows, key=lambda row: row["speedup"])

@@ -25,7 +25,7 @@ from . import theme
 from .arguments import MAX_RANKS
 from .cases import DTYPES, OPS, SHORT_DTYPES, TITLES, Case
 from .frames import BASELINE
-from .intervals import Timing, ratio
+from .intervals import Timing, careful, ratio
 from .machine import Machine
 from .problem import Problem
 from .store import MAX_BYTES
@@ -234,7 +234,7 @@ _REASONS = {
 
 def remarks(found: Timeline) -> list[str]:
     """Return remarks on each schedule against unfused, over all calls, and why the shown call is slower if it is."""
-    lines = []
+    lines: list[str] = []
     called = [schedule for schedule in found.schedules if found.of(schedule, "call")]
     for schedule in called if BASELINE in called else ():
         if schedule == BASELINE:
@@ -255,7 +255,8 @@ def remarks(found: Timeline) -> list[str]:
             told = "faster" if of.high < 1 else "slower" if of.low > 1 else "neither can be called the faster"
             interval = f"{of.ratio:.2f} times as long as {BASELINE} (95 % interval {of.low:.2f} to {of.high:.2f})"
             lines.append(f"All {calls.rounds} recorded calls of each: {schedule} takes {interval}: {told}.")
-    return lines
+    warning = careful([[calls for schedule in called if (calls := found.calls(schedule))]]) if lines else ""
+    return [*lines, *filter(None, [warning])]
 
 
 # Kinds in the second lane of a rank, below its compute lane.

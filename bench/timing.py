@@ -172,26 +172,6 @@ def measure(
     return {name: Timing.of(rounds_ms) for name, rounds_ms in zip(names, slowest.tolist(), strict=True)}
 
 
-def slowed(run: Callable[[], object], factor: float, device: torch.device) -> Callable[[], object]:
-    """Return `run` followed by a busy wait, together `factor` times as long, to test an alarm."""
-
-    def wait_for_device() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def slow() -> object:
-        wait_for_device()
-        start = time.perf_counter()
-        result = run()
-        wait_for_device()
-        end = start + factor * (time.perf_counter() - start)
-        while time.perf_counter() < end:
-            pass
-        return result
-
-    return slow
-
-
 def _agree_on_rounds(
     round_seconds: float, seconds: float, rounds: int | None, group: ProcessGroup | None, device: torch.device
 ) -> tuple[int, int]:

@@ -13,14 +13,14 @@ from fusedtp.bench.machine import Machine
 
 
 def saved(samples: Mapping[str, Sequence[float]], machine: Machine) -> bytes:
-    """Return the content of a file with these rounds."""
+    """Return the content of a file with these launches."""
     benchmarks = []
     for key, values in samples.items():
         stats, name = Stats(), f"test_ratio[{key}]"
         stats.data = list(values)
         names = {"group": "ratios", "name": name, "fullname": f"tests/test_bench.py::{name}", "params": {"key": key}}
-        about = {"param": key, "extra_info": {}, "options": {"min_rounds": 5, "timer": "stopwatch"}}
-        benchmarks.append(names | about | {"stats": stats.as_dict() | {"iterations": 1}})
+        about = {"param": key, "extra_info": {"matmul_ms": 3.0}, "options": {"min_rounds": 5, "timer": "stopwatch"}}
+        benchmarks.append(names | about | {"stats": stats.as_dict() | {"iterations": 1, "data": stats.data}})
     about: dict[str, Any] = asdict(machine)
     commit = {"id": about.pop("commit"), "dirty": about.pop("dirty")}
     made = {"machine_info": about, "commit_info": commit, "benchmarks": benchmarks}

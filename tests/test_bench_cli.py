@@ -106,6 +106,21 @@ def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, str])
     assert stored(out) == rows
 
 
+def test_every_launch_adds_its_rounds_to_the_timed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = (*TINY, *ONLY, "--world-size", 2, "--out", tmp_path)
+    said = command("sweep", *given, "--launches", 3)
+    rows = [row for row in stored(tmp_path) if row.median_ms]
+    (rounds,) = {row.launches for row in rows}
+    assert len(rounds) == 3
+    assert all(len(row.rounds_ms) == row.rounds == sum(rounds) for row in rows)
+    assert re.search(r"^3 steps", said, re.MULTILINE)
+    assert "intervals over launches" in said
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = folded(command("sweep", *given, "--launches", 2, code=2))
+    assert "--launches starts fresh ranks" in refused
+
+
 def test_foreign_file_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
     path = tmp_path / machine.describe().name / "sweep.csv"
     path.parent.mkdir()
@@ -117,7 +132,7 @@ def test_foreign_file_stops_the_sweep_before_it_starts(tmp_path: Path) -> None:
 def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_row: MakeRow
 ) -> None:
-    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Measurement]:
+    def spawned(jobs: list[Job], about: machine.Machine, done: Any, launches: int) -> list[Measurement]:
         failed = rows_of(jobs[0].case, sweep.failed(jobs[0], "[2] elements wrong"), about)
         return [make_row(median_ms=1.0, world_size=1), *failed]
 
@@ -135,7 +150,7 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_row: MakeRow) -> None:
     measured = [make_row(median_ms=1.0)]
 
-    def spawned(jobs: list[Job], about: machine.Machine, done: Any) -> list[Measurement]:
+    def spawned(jobs: list[Job], about: machine.Machine, done: Any, launches: int) -> list[Measurement]:
         done(jobs[0], measured)
         raise KeyboardInterrupt
 
@@ -145,7 +160,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert f"the rows of what had ended are in\n{path}\n" in said
     assert store.read(path) == measured
 
-    def at_once(*_: Any) -> list[Measurement]:
+    def at_once(*_: Any, launches: int) -> list[Measurement]:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sweep, "run_spawned", at_once)
@@ -158,6 +173,7 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
 ) -> None:
     """The first step does not count, as ranks start in it."""
     clock = iter((0.0, 10.0, 12.0, 16.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(arguments, "time", SimpleNamespace(monotonic=clock.__next__))
     with arguments.progress(Console(width=80), [("a", 1.0), ("b", 1.0), ("c", 2.0)], "nothing") as done:
         for _ in range(3):
@@ -168,6 +184,15 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
         "2/3, 12 s, 3 s left: b",
         "3/3, 16 s, 0 s left: c",
     ]
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.4, "about 60 s"), (1.0, "60 s to 3 min"), (6.0, "60 s to 8 min")])
+def test_an_estimate_is_a_range_where_something_else_runs(
+    load: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert arguments.expected(60.0).startswith(told)
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -25,6 +25,16 @@ from .command import command
 SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8,16", "5,12,8")}
 
 
+def test_rounds_that_spread_are_warned_of() -> None:
+    """Of any of the sizes, beside the verdict of the table."""
+    quiet = {name: Timing.of([ms, 1.01 * ms, 1.02 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
+    wild = {name: Timing.of([ms, 2.0 * ms, 3.0 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
+    suite = SUITES["mlp"]
+    for timings, told in ((quiet, False), (wild, True)):
+        frame = pd.DataFrame(layers.rows_of(suite, (16, 8, 32), 2, timings))
+        assert layers.warnings(suite, frame).startswith("Careful, the machine did something else") is told
+
+
 @pytest.mark.parametrize(
     ("ours", "told"),
     [([1.0, 1.01, 0.99], "faster"), ([2.5, 1.5, 1.9], "no difference"), ([4.0, 4.1, 4.2], "slower")],

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import escape
 from html.parser import HTMLParser
 from io import StringIO
@@ -24,6 +24,7 @@ from fusedtp import cost
 from fusedtp.bench import figures, report, store, tables, theme
 from fusedtp.bench.cases import LAYERS, OPS
 from fusedtp.bench.frames import frame_of, standings
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
@@ -286,6 +287,20 @@ def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measureme
     assert ">5.12</td>" in table
     # a column without values is left out
     assert "busbw" not in table[: table.index("</thead>")]
+
+
+def test_a_disturbed_machine_is_said_beside_every_verdict(make_row: MakeRow, tmp_path: Path) -> None:
+    """In the terminal, on the page, and where two files are compared."""
+    warning = "Careful, the machine did something else too"
+    for spread, told in ((0.01, False), (0.4, True)):
+        timing = asdict(Timing.of([1.0 + spread * at for at in range(5)]))
+        rows = [make_row(variant=name, **timing) for name in ("unfused", "decomposed")]
+        store.write(tmp_path / "sweep.csv", rows)
+        report.write(rows, tmp_path / "sweep.csv")
+        assert (warning in (tmp_path / "sweep.html").read_text()) is told
+        for name in ("report", "compare"):
+            said = command(name, *[tmp_path / "sweep.csv"] * (1 + (name == "compare")))
+            assert (warning in folded(said)) is told
 
 
 def test_cells_and_headings_are_text(make_row: MakeRow) -> None:

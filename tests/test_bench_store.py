@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from fusedtp.bench import store
-from fusedtp.bench.store import COLUMNS, Measurement
+from fusedtp.bench.cases import Case
+from fusedtp.bench.intervals import Timing
+from fusedtp.bench.machine import describe
+from fusedtp.bench.store import COLUMNS, Measurement, Outcome, rows_of
+from fusedtp.bench.sweep import together
+from fusedtp.bench.timing import Verdict
 
 ROW = Measurement(
     op="all_gather_matmul", variant="decomposed", M=4096, N=512, K=4096, dtype="float32", world_size=2,
@@ -44,7 +49,7 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
     store.write(path, [ROW, REFUSED])
     with path.open(newline="") as file:
         lines = [{**cells} for cells in csv.DictReader(file)]
-    old = [name for name in COLUMNS if name != "rounds_ms"]
+    old = [name for name in COLUMNS if name not in ("rounds_ms", "launches")]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, old, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -53,6 +58,35 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
     # a new row has its rounds, beside rows without
     new = replace(ROW, M=8192)
     assert store.update(path, [new]) == store.read(path) == [replace(ROW, rounds_ms=()), REFUSED, new]
+
+
+LAUNCHED = replace(ROW, M=16, launches=(2, 3))
+
+
+def test_rounds_of_several_launches_are_kept_apart(path: Path) -> None:
+    store.write(path, [ROW, LAUNCHED])
+    assert store.read(path) == [ROW, LAUNCHED]
+    good = path.read_text()
+    for text in ("5", "2 4", "0 5", "2 2"):
+        path.write_text(good.replace(",2 3,", f",{text},"))
+        with pytest.raises(ValueError, match=f"launches: {text} rounds in two launches or more, of 5 times"):
+            store.read(path)
+
+
+def test_outcomes_of_several_launches_are_joined() -> None:
+    """A variant that failed in one launch has no time, whatever it took in the others."""
+    case = Case("all_gather_matmul", 16, 16, 16, "float32", 2)
+    first = [Outcome(name, "forward", Verdict(), Timing.of([ms] * 3)) for name, ms in (("unfused", 3.0), ("auto", 2.0))]
+    second = [
+        replace(first[0], timing=Timing.of([4.0] * 5)),
+        replace(first[1], timing=None, verdict=Verdict(error="no")),
+    ]
+    unfused, auto = rows_of(case, together([first, second]), describe())
+    assert (unfused.rounds_ms, unfused.launches) == ((3.0,) * 3 + (4.0,) * 5, (3, 5))
+    assert (unfused.median_ms, unfused.speedup_vs_unfused) == (4.0, 1.0)
+    assert (auto.gate, auto.median_ms, auto.launches) == ("no", None, ())
+    (one,) = together([first[:1]])
+    assert one == first[0]
 
 
 TEXTS = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "'=1", "'quoted'", "nan", "NA", "None", "a'b", 'a,"b"', "a\r\nb"]

@@ -171,6 +171,8 @@ def test_a_slower_schedule_is_said_to_be_and_by_what(found: Timeline) -> None:
         *_, over_all = recorded.remarks(with_calls(found, unfused=(0.95, 1.0, 1.02), decomposed=own))
         assert f"decomposed takes {own[1]:.2f} times as long as unfused" in over_all
         assert f"): {verdict}" in over_all
+    *_, careful = recorded.remarks(with_calls(found, unfused=(1.0, 2.0, 3.0), decomposed=(1.0, 2.0, 3.0)))
+    assert careful.startswith("Careful, the machine did something else too")
     with theme.style():
         drawn = recorded.figure(found)
         drawn.canvas.draw()
