@@ -33,6 +33,7 @@ from fusedtp.shards import even_sizes
 
 from .intervals import Timing, ratio
 from .machine import describe
+from .operands import finished
 from .ranks import RankPool
 from .store import cell
 from .tables import CellTable
@@ -269,13 +270,11 @@ SUITES = {
 
 def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float) -> dict[str, Timing]:
     """Check one size on this rank, and return timings by variant. AssertionError for a wrong result or gradient."""
-    from torch.distributed.tensor import DTensor
-
     suite = SUITES[name]
     runners, expected = suite.make(group, "auto", *size)
     with torch.inference_mode(not suite.has_backward):
         for variant in runners.keys() - {"local"}:
-            outs = [out.to_local() if isinstance(out, DTensor) else out for out in runners[variant]()]
+            outs = list(finished(runners[variant]()))
             outs[len(expected) - 1 :] = [torch.cat(outs[len(expected) - 1 :])]
             for (what, want), got in zip(expected.items(), outs, strict=True):
                 error = ((got.double() - want).norm() / want.norm()).item()
@@ -286,8 +285,9 @@ def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float)
 
 
 def _in_a_row(run: Step, calls: int) -> None:
+    # A call's results are there before the next call, as if a layer had used them.
     for _ in range(calls):
-        run()
+        finished(run())
 
 
 def table(suite: Suite, frame: pd.DataFrame) -> CellTable:

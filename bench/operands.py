@@ -10,13 +10,14 @@ elements of a row in mxfp8. x and w are `Scaled`; whole tensors are data * scale
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fusedtp import functional, reference
 from fusedtp.float8 import E8M0
@@ -34,6 +35,34 @@ Runner = Callable[[], Results]
 
 # Dims along which x, w and y are split; y of an all-reduce is whole.
 _SPLIT = {"gather": {"x": 0, "w": 0, "y": 1}, "scatter": {"x": 1, "w": 1, "y": 0}, "all_reduce": {"x": 1, "w": 1}}
+
+
+def finished(value: Any) -> Any:
+    """Wait for every asynchronous part of what a runner returned, and return the value with plain tensors.
+
+    Waits for functional collectives, the local part of a DTensor, and whatever else has a `wait` (Work, Future), in
+    tuples, lists and dicts. A GPU's stream waits, not the host. Anything else is returned as it is.
+    """
+    # Most results are plain tensors, and this runs inside the clock.
+    if type(value) is Tensor:
+        return value
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)([finished(each) for each in value])
+    if isinstance(value, Mapping):
+        return {name: finished(each) for name, each in value.items()}
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return finished(value.to_local())
+    if is_unfinished(value):
+        found = value.wait()
+        # Work.wait gives True; an AsyncCollectiveTensor or a Future gives its value.
+        return value if found is None or isinstance(found, bool) else finished(found)
+    return value
+
+
+def is_unfinished(value: object) -> bool:
+    """Return True if `finished` would have something to wait for, or to unwrap, in this value."""
+    return isinstance(value, DTensor) or callable(getattr(value, "wait", None))
 
 
 def device_here() -> torch.device:

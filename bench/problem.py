@@ -19,7 +19,7 @@ from fusedtp.schedules import SCHEDULES as TABLE
 
 from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
-from .operands import Operands, Results, Runner, passes
+from .operands import Operands, Results, Runner, finished, is_unfinished, passes
 
 # Parts returned by (matmuls alone, collectives alone) for each kind of op.
 _FORWARD = {
@@ -53,10 +53,11 @@ class Problem(Operands):
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
 
     def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """Return the closure to time, made once: a backward pass needs a forward pass."""
+        """Return the closure to time, whose results are `finished`. Made once: a backward pass needs a forward pass."""
         if (variant, direction) not in self._runners:
             self._runners[variant, direction] = self._runner(variant, direction)
-        return self._runners[variant, direction]
+        run = self._runners[variant, direction]
+        return lambda: finished(run())
 
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
@@ -96,7 +97,13 @@ class Problem(Operands):
         """
         names = self.parts(variant, direction)
         own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
+        assert isinstance(results, tuple), f"{own_part}: a {type(results).__name__}, expected a tuple"
         assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
+        for name, out in zip(names, results, strict=True):
+            for part in out if isinstance(out, list) else [out]:
+                kind = type(part).__name__
+                assert isinstance(part, Tensor), f"{own_part}: {name} is a {kind}, expected a tensor"
+                assert not is_unfinished(part), f"{own_part}: {name} is an unfinished {kind}: nobody waited for it"
         # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"

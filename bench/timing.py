@@ -4,7 +4,8 @@ Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op be
 without a group has no barrier: its stream spins until the host has issued the call, so that a GPU's work is timed and
 not the launch. The variants take turns within each round, starting one further every round, so drift affects all alike.
 Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
-the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles.
+the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles. The clock stops when
+everything that the op returned is finished (`operands.finished`), whichever variant it is.
 
 The time includes the barrier's skew: measured after a gloo barrier, 16 us for 2 ranks on 2 cores, 90 us for 4 ranks.
 """
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import torch_private
 
 from .cases import BOUNDS, OWN
 from .intervals import Timing
-from .operands import Results
+from .operands import Results, finished, is_unfinished
 from .problem import Problem
 from .providers import Missing
 
@@ -71,6 +73,8 @@ def gate(
 ) -> dict[str, Verdict]:
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
+    A result is checked as it is when the call returns: one that is still being written, or waited for, is refused.
+
     Variants run twice unless `once`, as flags and buffers left by a first call may break a second call.
     `ProviderFailed` if a provider raises on some of the ranks, as the ranks are then out of step.
     """
@@ -80,7 +84,7 @@ def gate(
         try:
             run = problem.runner(variant, direction)
             # All calls come before the first check: a rank with a wrong result must not leave the others waiting.
-            results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
+            results = [_copied(run()) for _ in range(1 if once or variant in BOUNDS else 2)]
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if variant not in OWN and not _all_failed(group, variant):
@@ -101,6 +105,13 @@ def gate(
         del results
         verdicts[variant] = _worst(own, group)
     return verdicts
+
+
+def _copied(results: Any) -> Any:
+    # Copy each tensor as it is when the call returns. What is written later, or by the next call, does not count.
+    if isinstance(results, (tuple, list)):
+        return type(results)([_copied(each) for each in results])
+    return results.clone() if isinstance(results, Tensor) and not is_unfinished(results) else results
 
 
 def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
@@ -218,7 +229,7 @@ class _HostClock:
         if self._group is not None:
             dist.barrier(group=self._group)
         start = time.perf_counter()
-        result = run()
+        result = finished(run())
         elapsed = (time.perf_counter() - start) * 1e3
         # Freeing a large result returns pages to the system, which is not part of the op.
         del result
@@ -243,7 +254,7 @@ class _CudaClock:
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
         self._start.record()
-        result = run()
+        result = finished(run())
         self._end.record()
         self._end.synchronize()
         del result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from unittest import mock
 
@@ -164,6 +165,43 @@ def job_with_one_planted(group: ProcessGroup, wrong: str, plant: Plant, job: Job
 
     with mock.patch.object(problem, "Problem", OneWrong):
         return run_job(group, job)
+
+
+def unfinished(out: Tensor, rank: int) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(out)  # type: ignore[no-any-return]
+
+
+def written_later(out: Tensor, rank: int) -> Tensor:
+    late = torch.empty_like(out)
+    threading.Timer(0.05, late.copy_, (out,)).start()
+    return late
+
+
+@pytest.mark.parametrize(
+    ("plant", "text"),
+    [(unfinished, "y is an unfinished AsyncCollectiveTensor"), (written_later, "elements are wrong")],
+)
+def test_an_unfinished_result_is_refused(pool: RankPool, plant: Plant, text: str) -> None:
+    for verdicts in pool.run(verdicts_of, "float32", ("unfused", "dtensor"), ("forward",), plant, world_size=2):
+        for verdict in verdicts.values():
+            assert text in verdict.error
+
+
+def kinds_of_results(group: ProcessGroup) -> set[str]:
+    """Return the types of all results of torch's styles, and of ours."""
+    found = set()
+    with torch.no_grad():
+        for op, direction in itertools.product(OPS[:2], DIRECTIONS):
+            operands = Problem(Case(op, *SHAPE, "float32", group.size()), group, CPU)
+            for variant in ("unfused", "decomposed", "dtensor"):
+                found |= {type(out).__name__ for out in operands.runner(variant, direction)()}
+    return found
+
+
+def test_every_runner_returns_finished_tensors(pool: RankPool) -> None:
+    assert pool.run(kinds_of_results, world_size=2) == [{"Tensor"}] * 2
 
 
 @pytest.mark.parametrize(
