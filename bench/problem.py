@@ -15,12 +15,15 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import collectives, reference
+from fusedtp.scaled import Quantized, unpacked
 from fusedtp.schedules import SCHEDULES as TABLE
 
 from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
 from .operands import Operands, Results, Runner, finished, is_unfinished, passes
 
+# Rows of each result that `glance` checks.
+GLANCED = 8
 # Parts returned by (matmuls alone, collectives alone) for each kind of op.
 _FORWARD = {
     "gather": (("y",), ("x",)),
@@ -80,8 +83,14 @@ class Problem(Operands):
 
     def _collective(self, name: str) -> Callable[[], Tensor]:
         if name in ("y", "dx"):
-            return partial(self._sum, self._matmul(name)(), name)
+            term = self._matmul(name)()
+            self.follows(term, name)
+            return partial(self._sum, term, name)
         shard, _ = self.travelling(name)
+        if self.case.is_float8:
+            like = Quantized.of(self.x, self.dtype)
+            scale = unpacked(shard.view(torch.uint8), like.shape[1], like).scale
+            self.follows(scale[:, :1] if like.blocks is None else scale, name)
         return partial(collectives.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
@@ -95,15 +104,7 @@ class Problem(Operands):
 
         Collective if a part is a term of a sum: the sum over ranks is checked.
         """
-        names = self.parts(variant, direction)
-        own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
-        assert isinstance(results, tuple), f"{own_part}: a {type(results).__name__}, expected a tuple"
-        assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
-        for name, out in zip(names, results, strict=True):
-            for part in out if isinstance(out, list) else [out]:
-                kind = type(part).__name__
-                assert isinstance(part, Tensor), f"{own_part}: {name} is a {kind}, expected a tensor"
-                assert not is_unfinished(part), f"{own_part}: {name} is an unfinished {kind}: nobody waited for it"
+        names, own_part = self._named(variant, results, direction)
         # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
@@ -126,9 +127,37 @@ class Problem(Operands):
                     reference.check(out, sent.double(), torch.zeros_like(sent, dtype=torch.float64), what)
                 continue
             product = self.product(name.removesuffix("_partial"))
-            error, share = product.check(out, self.dtype if lenient else torch.float32, what)
+            sum_dtype = self.dtype if lenient else torch.float32
+            error, share = product.check(out, sum_dtype, what, scale=self.scale_of(name))
             largest, ratio = max(largest, error), max(ratio, share)
         return largest, ratio
+
+    def glance(self, variant: str, results: Results, direction: str, place: float) -> None:
+        """Check a few rows of each result, at `place` from 0 to 1; AssertionError if one is wrong.
+
+        Takes little time and no communication. So terms of a sum over ranks, which `ALONE` return, are not looked at.
+        """
+        if variant in ALONE:
+            return
+        names, own_part = self._named(variant, results, direction)
+        for name, out in zip(names, results, strict=True):
+            product, whole = self.product(name), torch.cat(out) if isinstance(out, list) else out
+            begin = int(place * max(0, product.expected.shape[0] - GLANCED))
+            rows, scale = slice(begin, begin + GLANCED), self.scale_of(name)
+            product.check(whole, self.dtype, f"{own_part}: {name}", scale=scale, only=rows)
+
+    def _named(self, variant: str, results: Results, direction: str) -> tuple[tuple[str, ...], str]:
+        # Return the results' names and where they are from. AssertionError unless all are finished tensors.
+        names = self.parts(variant, direction)
+        own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
+        assert isinstance(results, tuple), f"{own_part}: a {type(results).__name__}, expected a tuple"
+        assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
+        for name, out in zip(names, results, strict=True):
+            for part in out if isinstance(out, list) else [out]:
+                kind = type(part).__name__
+                assert isinstance(part, Tensor), f"{own_part}: {name} is a {kind}, expected a tensor"
+                assert not is_unfinished(part), f"{own_part}: {name} is an unfinished {kind}: nobody waited for it"
+        return names, own_part
 
     def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
         """Free the closures' graphs, gathered tensors and arenas. Collective, as `close` of some closures is.
@@ -139,4 +168,5 @@ class Problem(Operands):
             if close := getattr(run, "close", None):
                 before(direction, variant)
                 close()
-        self._runners = {}
+        self.restore()
+        self._runners, self._made_of = {}, []

@@ -22,7 +22,7 @@ from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
-from fusedtp.bench.timing import Verdict, gate
+from fusedtp.bench.timing import Verdict, gate, measure_checked
 
 from .harness import spread
 
@@ -111,6 +111,15 @@ def verdicts_of(
                 runs = [name for name in variants if not missing(name, case, direction, 0)]
                 for variant, verdict in gate(operands, runs, group, direction).items():
                     found[op, direction, variant] = verdict
+                if plant is None:
+                    # Right ones stay right while the operands change.
+                    runners = {variant: operands.runner(variant, direction) for variant in runs}
+                    timed = measure_checked(operands, runners, group, direction, rounds=2)
+                    found |= {(op, direction, variant): verdict for variant, (_, verdict) in timed.items()}
+                    assert set(operands.doubled.values()) <= {1, 2}
+                    assert bool(operands.doubled) == bool(runs)
+                    operands.forget_runners()
+                    assert not operands.doubled
     return found
 
 
@@ -220,6 +229,81 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert ("elements are wrong" in row.gate) is row.failed
         # no ratio to a refused variant
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
+
+
+Cheat = Callable[[Runner, Problem], Runner]
+
+
+def keeps_first(run: Runner, operands: Problem) -> Runner:
+    kept: list[Results] = []
+
+    def cheat() -> Results:
+        kept[:] = kept or [run()]
+        return kept[0]
+
+    return cheat
+
+
+def every_second_call(run: Runner, operands: Problem) -> Runner:
+    kept: list[Results] = []
+
+    def cheat() -> Results:
+        kept.append(kept[-1] if len(kept) % 2 else run())
+        return kept[-1]
+
+    return cheat
+
+
+def zeros_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else tuple([torch.zeros_like(part) for part in run()])  # type: ignore[arg-type]
+
+
+def one_number_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else (torch.zeros(1),)
+
+
+def fails_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else (None,)  # type: ignore[return-value]
+
+
+def misses_a_chunk_at_last(run: Runner, operands: Problem) -> Runner:
+    # Wrong in the last of 3 rounds alone, in one row.
+    calls = itertools.count()
+    return lambda: tuple([
+        last_row_wrong(part, 0) if next_call == 5 else part  # type: ignore[arg-type]
+        for next_call in [next(calls)] for part in run()
+    ])  # fmt: skip
+
+
+CHEATS = [keeps_first, every_second_call, zeros_later, one_number_later, fails_later, misses_a_chunk_at_last]
+
+
+def job_with_a_cheat(group: ProcessGroup, wrong: str, cheat: Cheat, job: Job) -> list[Outcome]:
+    class Cheated(Problem):
+        def _runner(self, variant: str, direction: str) -> Runner:
+            run = super()._runner(variant, direction)
+            return cheat(run, self) if variant == wrong else run
+
+    with mock.patch.object(problem, "Problem", Cheated):
+        return run_job(group, job)
+
+
+@pytest.mark.parametrize(("op", "wrong", "cheat"), spread(OPS, ["decomposed", "unfused"], CHEATS))
+def test_what_is_wrong_in_the_timed_rounds_alone_gets_no_number(
+    pool: RankPool, op: str, wrong: str, cheat: Cheat
+) -> None:
+    job = Job(Case(op, *SHAPE, "float32", 2), (*BOUNDS, "unfused", "decomposed"), True, 0.0, 3, DIRECTIONS)
+    outcomes, others = pool.run(job_with_a_cheat, wrong, cheat, job, world_size=2)
+    assert [each.gate for each in outcomes] == [each.gate for each in others]
+    for row in rows_of(job.case, outcomes, describe()):
+        if row.variant == wrong:
+            assert row.gate.startswith("right at first, but not in the timed rounds: "), (cheat, row)
+            assert row.median_ms is row.speedup_vs_unfused is None
+        else:
+            assert row.passed == (row.median_ms is not None), row
 
 
 @pytest.mark.parametrize(
