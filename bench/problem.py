@@ -18,8 +18,8 @@ from fusedtp import collectives, reference
 from fusedtp.scaled import Quantized, unpacked
 from fusedtp.schedules import SCHEDULES as TABLE
 
-from . import providers
-from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
+from . import providers, sequential
+from .cases import ALONE, BOUNDS, OWN, SCHEDULES, SEQUENTIAL, Case, check_direction
 from .operands import Operands, Results, Runner, finished, is_unfinished, passes
 
 # Rows of each result that `glance` checks.
@@ -75,6 +75,8 @@ class Problem(Operands):
             return lambda: tuple([step() for step in steps])
         if variant not in OWN:
             return providers.named(variant).runner(self, self.group, direction)
+        if variant == SEQUENTIAL:
+            return passes(sequential.call(self, self.group), self.x, self.w, self, direction)
         assert variant in (*SCHEDULES, "auto"), variant
         return passes(self.linear(self.group, schedule=variant), self.x, self.w, self, direction)
 
@@ -108,7 +110,7 @@ class Problem(Operands):
         # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
-        over_memory = variant == "auto" or (variant in SCHEDULES and TABLE[variant].shares_memory)
+        over_memory = variant in ("auto", SEQUENTIAL) or (variant in SCHEDULES and TABLE[variant].shares_memory)
         lenient = by_backend or not over_memory
         # All sums come before the first check: a rank that finds a wrong part must not leave the others waiting.
         whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusedtp.files import read_text, replace, visible
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, Case, flops, traffic
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SEQUENTIAL, Case, flops, traffic
 from .machine import Machine
 
 if TYPE_CHECKING:
@@ -43,14 +43,15 @@ class Measurement:
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
     block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the
-    bounds), own_matmul (our kernel with every flag already raised), unfused, decomposed, fused, auto, and the
-    baselines of other libraries. rounds_ms: every round's time, in the order that the variants of a case share; empty
-    in older files. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median over
-    this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests' definitions.
-    bound_ms: the longer of matmul and comm. overlap_efficiency: the hidden part of the time that unfused takes beyond
-    the matmul. gate: "passed", "not run: " and the reason, or the error; only passed rows have numbers. error_ratio:
-    the largest error over the allowed error. interpreted: ran in Triton's interpreter, checked and not timed.
-    predicted: from a model, not a clock.
+    bounds), own_matmul (our kernel with every flag already raised), unfused, sequential (our own collective and one
+    matmul, which overlap nothing), decomposed, fused, auto, and the baselines of other libraries. rounds_ms: every
+    round's time, in the order that the variants of a case share; empty in older files. speedup_vs_unfused and
+    speedup_vs_sequential are ratios of medians in this run: what a user gains, and what overlap gains. matmul_fraction:
+    the matmul's median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by
+    nccl-tests' definitions. bound_ms: the longer of matmul and comm. hidden: the share of the time that sequential
+    takes beyond the matmul, and this variant does not; 0 where nothing overlaps. gate: "passed", "not run: " and the
+    reason, or the error; only passed rows have numbers. error_ratio: the largest error over the allowed error.
+    interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a clock.
     """
 
     op: str
@@ -71,12 +72,13 @@ class Measurement:
     rounds: int = 0
     rounds_ms: tuple[float, ...] = ()
     speedup_vs_unfused: float | None = None
+    speedup_vs_sequential: float | None = None
     matmul_fraction: float | None = None
     tflops: float | None = None
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
     bound_ms: float | None = None
-    overlap_efficiency: float | None = None
+    hidden: float | None = None
     gate: str
     max_error: float | None = None
     error_ratio: float | None = None
@@ -133,15 +135,16 @@ _WORDS = {
 # Annotations are strings here: `from __future__ import annotations`.
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
-# Columns of older files, without rounds.
-_WITHOUT_ROUNDS = tuple(name for name in COLUMNS if name != "rounds_ms")
+# Columns that older files lack, and one that they have: the share of what unfused took beyond the matmul.
+_NEWER = ("rounds_ms", "speedup_vs_sequential", "hidden")
+_DROPPED = "overlap_efficiency"
 
 # Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
     **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "bound_ms"), (1e-9, 1e9)),
-    **dict.fromkeys(("speedup_vs_unfused", "matmul_fraction"), (1e-18, 1e18)),
+    **dict.fromkeys(("speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction"), (1e-18, 1e18)),
     **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
     **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
 }
@@ -181,10 +184,11 @@ def read(path: Path) -> list[Measurement]:
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{foreign}: {error}") from error
-    if header not in (COLUMNS, _WITHOUT_ROUNDS):
+    known = [name for name in header if name != _DROPPED]
+    if known != [name for name in COLUMNS if name in header or name not in _NEWER]:
         unlike = {
-            "missing columns": [name for name in COLUMNS if name not in header],
-            "unknown columns": [name[:80] for name in header if name not in COLUMNS],
+            "missing columns": [name for name in COLUMNS if name not in (*header, *_NEWER)],
+            "unknown columns": [name[:80] for name in known if name not in COLUMNS],
         }
         told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
         raise ValueError(f"{foreign}: {'; '.join(told) or 'columns in another order, or twice'}")
@@ -209,6 +213,8 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
     values: dict[str, Any] = {}
     for name, text in zip(names, cells, strict=True):
+        if name == _DROPPED:
+            continue
         pattern, value_of = _READERS[_KINDS[name]]
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{name}: {text[:80]!r} is not {_WORDS[_KINDS[name]]}")
@@ -267,7 +273,8 @@ class Outcome:
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     """Return the columns of `variant`'s row that relate its median to the others; medians are in ms."""
-    own, unfused, matmul, comm = (medians.get(name) for name in (variant, "unfused", "matmul", "comm"))
+    names = (variant, "unfused", SEQUENTIAL, "matmul", "comm")
+    own, unfused, sequential, matmul, comm = (medians.get(name) for name in names)
     if not own:
         return {}
     n = case.world_size
@@ -285,8 +292,10 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
         found["matmul_fraction"] = matmul / own
     if whole and unfused:
         found["speedup_vs_unfused"] = unfused / own
-        if sent and matmul and unfused > matmul:
-            found["overlap_efficiency"] = 1 - (own - matmul) / (unfused - matmul)
+    if whole and sequential:
+        found["speedup_vs_sequential"] = sequential / own
+        if sent and matmul and sequential > matmul:
+            found["hidden"] = (sequential - own) / (sequential - matmul)
     return found
 
 

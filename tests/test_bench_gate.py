@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import reference
 from fusedtp.bench import oracle, problem
-from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, Case
+from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, SEQUENTIAL, Case
 from fusedtp.bench.jobs import Job, missing
 from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
@@ -30,8 +30,8 @@ CPU = torch.device("cpu")
 # By number of ranks; even for two, as torch's styles require.
 SHAPES = {1: (33, 34, 35), 2: (70, 66, 96), 3: (70, 66, 97)}
 SHAPE = SHAPES[2]
-VARIANTS = (*BOUNDS, "unfused", "decomposed", "auto", "dtensor")
-SCALED = ("matmul", "unfused", "decomposed")
+VARIANTS = (*BOUNDS, "unfused", SEQUENTIAL, "decomposed", "auto", "dtensor")
+SCALED = ("matmul", "unfused", SEQUENTIAL, "decomposed")
 
 Plant = Callable[[Tensor, int], Tensor]
 Verdicts = dict[tuple[str, str, str], Verdict]
@@ -317,6 +317,8 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
     ran = {variant: {op for op, _, each in everyone[0] if each == variant} for variant in variants}
     has_dtensor = world_size == 2 and not is_float8
     assert ran.pop("dtensor") == ({"all_gather_matmul", "matmul_reduce_scatter"} if has_dtensor else set())
+    # One rank has nothing to send.
+    assert ran.pop(SEQUENTIAL) == (set(OPS) if world_size > 1 else set())
     assert ran.pop("own_matmul") == (set() if is_float8 else set(OPS))
     assert all(ops == set(OPS) for ops in ran.values())
     for verdicts in everyone:
