@@ -2,7 +2,8 @@
 
 A file is only replaced as a whole (written beside, then renamed), after the existing file was read. If that file is
 malformed or foreign, the error names it, and it stays unchanged. Measuring a case again replaces all rows of that case,
-so the rows that are compared with each other come from one interleaved run.
+so the rows that are compared with each other come from one interleaved run. A file is refused if its rows contradict
+that: a median that is not of its own rounds, a ratio that is not of the case's medians, two commits in one case.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ COLUMNS = tuple(_KINDS)
 _NEWER = ("rounds_ms", "speedup_vs_sequential", "hidden")
 _DROPPED = "overlap_efficiency"
 
+# Fields that all timed rows of a case share, as they are from one interleaved run.
+_ORIGIN = ("commit", "dirty", "python", "torch", "triton", "driver", "time_utc")
+# Largest relative difference of numbers that are equal but for six digits; `hidden` is a difference of such.
+_EQUAL = 1e-3
+
 # Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
@@ -204,7 +210,41 @@ def read(path: Path) -> list[Measurement]:
         if (before := found.setdefault(key, number)) != number:
             raise ValueError(f"{path}, line {line}, row {number}: the same case and variant as row {before}")
         rows.append(row)
+    by_case: dict[object, dict[int, Measurement]] = {}
+    for number, row in enumerate(rows, 1):
+        if row.median_ms is not None and not row.predicted:
+            by_case.setdefault((row.machine, row.case), {})[number] = row
+    for members in by_case.values():
+        if wrong := _contradiction(members):
+            number, text = wrong
+            raise ValueError(f"{path}, line {lines[number - 1][0]}, row {number}, column {text}")
     return rows
+
+
+def _contradiction(rows: Mapping[int, Measurement]) -> tuple[int, str] | None:
+    # Return the number of a timed row that contradicts its own rounds or the other rows of its case, and how.
+    from .intervals import Timing
+
+    (first, base), *_ = rows.items()
+    medians = {row.variant: row.median_ms for row in rows.values() if row.median_ms is not None}
+    for number, row in rows.items():
+        for name in _ORIGIN:
+            if (own := getattr(row, name)) != (other := getattr(base, name)):
+                return number, f"{name}: {own!r}, but {other!r} in row {first} of the same case: not one run"
+        expected: dict[str, tuple[float, str]] = {}
+        if row.rounds_ms:
+            given = vars(Timing.of(row.rounds_ms))
+            for name in ("median_ms", "p20_ms", "p80_ms", "total_ms"):
+                expected[name] = given[name], f"its rounds give {given[name]:.6g}"
+        case = Case(row.op, row.M, row.N, row.K, row.dtype, row.world_size)
+        for name, ratio in ratios(case, row.direction, row.variant, medians).items():
+            if ratio is not None:
+                expected[name] = ratio, f"the medians of its case give {ratio:.6g}"
+        for name, (value, why) in expected.items():
+            own = getattr(row, name)
+            if own is not None and abs(own - value) > _EQUAL * max(abs(own), abs(value), name == "hidden"):
+                return number, f"{name}: {own:.6g}, but {why}"
+    return None
 
 
 def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
