@@ -14,10 +14,12 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .store import Measurement
+if TYPE_CHECKING:
+    from .store import Measurement
 
 # Rows keep six digits, so times that differ by less are equal.
 _EQUAL = 1e-6

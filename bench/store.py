@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fusedtp.files import read_text, replace, visible
 
 from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SEQUENTIAL, Case, flops, traffic
+from .digest import digest
 from .machine import Machine
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Measurement:
     takes beyond the matmul, and this variant does not; 0 where nothing overlaps. gate: "passed", "not run: " and the
     reason, or the error; only passed rows have numbers. error_ratio: the largest error over the allowed error.
     interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a clock.
+    digest: of the timed code (`digest`).
     """
 
     op: str
@@ -101,6 +103,7 @@ class Measurement:
     triton: str = ""
     commit: str = ""
     dirty: bool = False
+    digest: str = ""
     time_utc: str = ""
 
     @property
@@ -137,11 +140,11 @@ _WORDS = {
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
 # Columns that older files lack, and one that they have: the share of what unfused took beyond the matmul.
-_NEWER = ("rounds_ms", "speedup_vs_sequential", "hidden")
+_NEWER = ("rounds_ms", "speedup_vs_sequential", "hidden", "digest")
 _DROPPED = "overlap_efficiency"
 
 # Fields that all timed rows of a case share, as they are from one interleaved run.
-_ORIGIN = ("commit", "dirty", "python", "torch", "triton", "driver", "time_utc")
+_ORIGIN = ("commit", "dirty", "digest", "python", "torch", "triton", "driver", "time_utc")
 # Largest relative difference of numbers that are equal but for six digits; `hidden` is a difference of such.
 _EQUAL = 1e-3
 
@@ -339,6 +342,13 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
     return found
 
 
+def origin(machine: Machine, layer: str = "") -> dict[str, Any]:
+    """Return the columns that every file of measurements has: machine, versions, commit, digest and time."""
+    about = asdict(machine)
+    about["machine"] = about.pop("name")
+    return about | {"digest": digest(machine.num_gpus, layer), "time_utc": now()}
+
+
 def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Measurement]:
     """Return the rows of a job's outcomes, with the ratios between them."""
     outcomes = list(outcomes)
@@ -346,8 +356,7 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    shared = asdict(case) | asdict(machine) | {"time_utc": now()}
-    shared["machine"] = shared.pop("name")
+    shared = asdict(case) | origin(machine)
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict
