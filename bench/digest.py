@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +81,3 @@ def _plain(node: Any, top: bool = False) -> Any:
 def _takes_no_time(statement: ast.stmt, top: bool) -> bool:
     is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     return is_text or (top and isinstance(statement, (ast.Import, ast.ImportFrom)))
-
-
-def stale(digests: Collection[str], num_gpus: int, layer: str = "") -> str:
-    """Return a sentence if rows of these digests timed other code than today's, else ""."""
-    now, others = digest(num_gpus, layer), sorted({each or "unknown" for each in digests} - {digest(num_gpus, layer)})
-    if not others:
-        return ""
-    return f"The timed code has changed since (digest {', '.join(others)}, now {now}): these numbers are not of it."

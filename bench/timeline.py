@@ -28,7 +28,7 @@ from .frames import BASELINE
 from .intervals import Timing, ratio
 from .machine import Machine
 from .problem import Problem
-from .store import MAX_BYTES
+from .store import MAX_BYTES, origin
 from .tables import milliseconds
 
 # Schedules that the host can record; see above.
@@ -148,7 +148,7 @@ def timeline(
         for rank, recorded in enumerate(ranks):
             for kind, peer, begin, end in recorded[schedule][turn]:
                 marks.append(Mark(schedule, rank, kind, peer, (begin - start) / 1e3, (end - begin) / 1e3))
-    about = {**asdict(case), **asdict(machine), "rounds": rounds, "calls": kept, "format": _FORMAT}
+    about = {**asdict(case), **origin(machine), "rounds": rounds, "calls": kept, "format": _FORMAT}
     return Timeline(about, tuple(marks))
 
 

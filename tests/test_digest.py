@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,8 @@ from fusedtp.bench.jobs import missing
 from fusedtp.bench.layers import SUITES
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
+
+from . import generated
 
 VARIANTS = (*BOUNDS, "unfused", "sequential", "decomposed", "auto", "dtensor")
 SIZES = {"decode": (4, 64, 64), "mlp": (16, 32, 64), "grouped": (16, 32, 32, 16, 16)}
@@ -137,8 +138,7 @@ def test_a_cpus_digest_leaves_out_kernels_and_a_gpus_has_them() -> None:
 
 
 def test_rows_of_other_code_are_said_to_be() -> None:
-    now: Any = digest.digest(0)
-    assert digest.stale([now, now], 0) == ""
-    assert digest.stale([now, "0123456789ab", ""], 0) == (
-        f"The timed code has changed since (digest 0123456789ab, unknown, now {now}): these numbers are not of it."
-    )
+    now = digest.digest(0)
+    assert generated.stale([now, now]) == ""
+    said = generated.stale([now, "0123456789ab", ""])
+    assert said == "The timed code has changed since these rows were measured (their digest: 0123456789ab, unknown)."

@@ -165,7 +165,10 @@ def test_an_op_of_an_invalid_capture_is_refused() -> None:
         program = Program(cuda)
         program.begin(0, set())
         driver = Driver(library)
-        with mock.patch.object(streams, "_driver", lambda: driver), pytest.raises(RuntimeError, match="no longer valid"):
+        with (
+            mock.patch.object(streams, "_driver", lambda: driver),
+            pytest.raises(RuntimeError, match="no longer valid"),
+        ):
             program.op(0, 0)
         library.cuStreamGetCaptureInfo_v2 = lambda *_: 801
         with mock.patch.object(streams, "_driver", lambda: driver), pytest.raises(RuntimeError, match="error 801"):
