@@ -47,9 +47,11 @@ SCHEDULES = NAMES[::-1]
 BOUNDS = ("matmul", "comm")
 # Variants that are no competitors: the bounds, and our kernels with every signal raised in advance.
 ALONE = ("matmul", "own_matmul", "comm")
+# Our own collective, then one matmul, or the reverse (`sequential`). What overlap gains is measured against it.
+SEQUENTIAL = "sequential"
 # auto: the schedule that dispatch picks. Every other variant is a provider's (`providers`). All but those of ALONE run
 # the whole op, so that a speed-up means something.
-OWN = (*ALONE, *SCHEDULES, "auto")
+OWN = (*ALONE, SCHEDULES[0], SEQUENTIAL, *SCHEDULES[1:], "auto")
 DTYPES = ("float32", "bfloat16", "float16")
 # float8 dtypes, run only on request: for NVIDIA's GPUs and CPUs; for AMD's gfx942; for NVIDIA's GPUs and CPUs with a
 # scale for each block of 32.

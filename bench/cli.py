@@ -94,7 +94,10 @@ def sweep(
         typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; comma-separated. Default all."),
     ] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="unfused, decomposed, fused, auto; comma-separated. unfused is always timed.")
+        str | None,
+        typer.Option(
+            help="unfused, decomposed, fused, auto; comma-separated. unfused and sequential are always timed."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,

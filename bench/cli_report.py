@@ -108,7 +108,7 @@ def timeline(
     op: Annotated[str, typer.Option(help="The op.")] = ALL_GATHER_MATMUL.name,
     shape: Annotated[str, typer.Option(help="Global size M,N,K.")] = "2048,512,2048",
     world_size: Annotated[int, typer.Option(min=2, max=arguments.MAX_RANKS, help="Number of ranks.")] = 2,
-    schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,unfused",
+    schedule: Annotated[str, typer.Option(help="Schedules that run from the host.")] = "decomposed,sequential,unfused",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="Calls recorded; the median one is shown.")] = 9,
     out: Annotated[Path, typer.Option(help="Folder of results, one folder a machine.")] = Path("results"),

@@ -5,6 +5,7 @@ A line is a row with derived columns:
 - `size`, `where`: M x N x K, and the tokens or the size with the dtype.
 - `gflop`: of a rank.
 - `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
+- `overlap`, `overlap_low`, `overlap_high`: the same of sequential over the variant.
 
 Names are categories, so lines and the parts of every `groupby` come in the order in which they are shown.
 """
@@ -19,7 +20,7 @@ import pandas as pd
 
 from fusedtp.files import visible
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, LAYERS, OPS, OWN, SHORT_DTYPES, TITLES
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, LAYERS, OPS, OWN, SEQUENTIAL, SHORT_DTYPES, TITLES
 from .intervals import measured, ratio
 from .store import Measurement
 
@@ -38,16 +39,20 @@ _KNOWN = {
 def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
     """Return all rows as a frame, also predicted rows and rows without a time."""
     rows = list(rows)
-    bases = {(row.machine, row.case): row for row in rows if row.variant == BASELINE and not row.predicted}
+    bases = {
+        (row.machine, row.case, row.variant): row
+        for row in rows if row.variant in (BASELINE, SEQUENTIAL) and not row.predicted
+    }  # fmt: skip
     places: dict[Any, int] = {}
     lines = []
     for row in rows:
         case = row.machine, row.case
-        line = _line(row, bases.get(case)) | {"place": places.setdefault(case, len(places))}
+        base, sequential = (bases.get((*case, name)) for name in (BASELINE, SEQUENTIAL))
+        line = _line(row, base, sequential) | {"place": places.setdefault(case, len(places))}
         # Text as pictures can draw it.
         lines.append({name: visible(value) if isinstance(value, str) else value for name, value in line.items()})
     # Without rows: the columns without lines.
-    made = pd.DataFrame(lines or [_line(_ANY, None) | {"place": 0}]).head(len(rows))
+    made = pd.DataFrame(lines or [_line(_ANY, None, None) | {"place": 0}]).head(len(rows))
     optional = [name for name, kind in Measurement.__annotations__.items() if kind == "float | None"]
     made = made.astype(dict.fromkeys(optional, "float64"))
     for name, known in _KNOWN.items():
@@ -61,13 +66,18 @@ _ANY = Measurement(
 )
 
 
-def _line(row: Measurement, base: Measurement | None) -> dict[str, Any]:
-    own, unfused = measured(row), measured(base)
-    speedup, low, high = math.nan, 0.0, math.inf
-    if own and unfused:
-        speedup, low, high = vars(ratio(unfused, own)).values()
-    elif base and base.median_ms and row.median_ms and not row.predicted:
-        speedup = base.median_ms / row.median_ms
+def _over(base: Measurement | None, row: Measurement) -> tuple[float, float, float]:
+    # Return the base's time over the row's, and the interval.
+    own, other = measured(row), measured(base)
+    if own and other:
+        found = ratio(other, own)
+        return found.ratio, found.low, found.high
+    if base and base.median_ms and row.median_ms and not row.predicted:
+        return base.median_ms / row.median_ms, 0.0, math.inf
+    return math.nan, 0.0, math.inf
+
+
+def _line(row: Measurement, base: Measurement | None, sequential: Measurement | None) -> dict[str, Any]:
     size, short = f"{row.M} x {row.N} x {row.K}", SHORT_DTYPES.get(row.dtype, row.dtype)
     return vars(row) | {
         "passed": row.passed,
@@ -78,9 +88,8 @@ def _line(row: Measurement, base: Measurement | None) -> dict[str, Any]:
         "where": f"{row.tokens} tokens {short}" if row.model else f"{size} {short}",
         "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
         "gflop": 2e-9 * row.M * row.N * row.K / row.world_size,
-        "speedup": speedup,
-        "low": low,
-        "high": high,
+        **dict(zip(("speedup", "low", "high"), _over(base, row), strict=True)),
+        **dict(zip(("overlap", "overlap_low", "overlap_high"), _over(sequential, row), strict=True)),
     }
 
 
@@ -177,7 +186,9 @@ def standings(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
         line |= {"cases": len(members), "faster": won, "same": len(members) - won - lost, "slower": lost}
         line |= {"mean": stats.gmean(ratios), "best": ratios.max(), "worst": least["speedup"]}
         line["worst at"] = least["where"]
-        line["communication hidden"] = members["overlap_efficiency"].median()
+        over = members["overlap"].dropna()
+        line["over sequential"] = stats.gmean(over) if len(over) and key[-1] != SEQUENTIAL else math.nan
+        line["communication hidden"] = members["hidden"].median() if key[-1] != SEQUENTIAL else math.nan
         line["shorter median"] = crossover(list(ratios), list(members["where"]))
         lines.append(line)
     return pd.DataFrame(lines)

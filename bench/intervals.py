@@ -18,11 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .store import Measurement
+if TYPE_CHECKING:
+    from .store import Measurement
 
 # Rows keep six digits, so times that differ by less are equal.
 _EQUAL = 1e-6

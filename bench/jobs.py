@@ -18,6 +18,7 @@ from .cases import (
     OPS,
     OWN,
     SCHEDULES,
+    SEQUENTIAL,
     SHAPES,
     Case,
     Shape,
@@ -117,6 +118,8 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
         return f"{direction} of {case.op} sends nothing"
     if variant == "own_matmul" and case.is_float8:
         return "our kernels with preset flags are given no scales here"
+    if variant == SEQUENTIAL and case.world_size == 1:
+        return "one rank has nothing to send"
     if variant in ("decomposed", "auto") and case.world_size == 1 and is_long(case, num_gpus):
         return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
     return "" if variant in OWN else providers.named(variant).reason(case, direction, num_gpus)
@@ -170,10 +173,10 @@ def _timed(
     case: Case, schedules: tuple[str, ...], directions: tuple[str, ...], request: Request, num_gpus: int,
     said: set[tuple[object, ...]],
 ) -> Job:  # fmt: skip
-    # The baseline is part of every timed case, as a speed-up is a ratio within one run.
+    # The baselines are part of every timed case, as a speed-up is a ratio within one run.
     bounds = ("matmul", "own_matmul", "comm") if num_gpus else BOUNDS
     peers = providers.usual() if request.baselines is None else request.baselines
-    variants = tuple(dict.fromkeys((*bounds, "unfused", *schedules, *peers)))
+    variants = tuple(dict.fromkeys((*bounds, "unfused", SEQUENTIAL, *schedules, *peers)))
     absent, skipped = [], []
     for direction, name in itertools.product(directions, variants):
         reason = missing(name, case, direction, num_gpus)

@@ -33,8 +33,9 @@ from fusedtp.shards import even_sizes
 
 from .intervals import Timing, careful, ratio
 from .machine import describe
+from .operands import finished
 from .ranks import RankPool
-from .store import cell
+from .store import cell, origin
 from .tables import CellTable
 from .timing import measure
 
@@ -269,13 +270,11 @@ SUITES = {
 
 def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float) -> dict[str, Timing]:
     """Check one size on this rank, and return timings by variant. AssertionError for a wrong result or gradient."""
-    from torch.distributed.tensor import DTensor
-
     suite = SUITES[name]
     runners, expected = suite.make(group, "auto", *size)
     with torch.inference_mode(not suite.has_backward):
         for variant in runners.keys() - {"local"}:
-            outs = [out.to_local() if isinstance(out, DTensor) else out for out in runners[variant]()]
+            outs = list(finished(runners[variant]()))
             outs[len(expected) - 1 :] = [torch.cat(outs[len(expected) - 1 :])]
             for (what, want), got in zip(expected.items(), outs, strict=True):
                 error = ((got.double() - want).norm() / want.norm()).item()
@@ -286,8 +285,9 @@ def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float)
 
 
 def _in_a_row(run: Step, calls: int) -> None:
+    # A call's results are there before the next call, as if a layer had used them.
     for _ in range(calls):
-        run()
+        finished(run())
 
 
 def table(suite: Suite, frame: pd.DataFrame) -> CellTable:
@@ -318,7 +318,7 @@ def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping
     last = len(suite.columns) - 1
     lengths = (*size[:last], size[last] if len(size) == last + 1 else " ".join(map(str, size[last:])))
     about = {"layer": suite.layer, **dict(zip(suite.columns, lengths, strict=True)), "world_size": world_size}
-    rows = []
+    rows, shared = [], origin(describe(), suite.make.__name__)
     for variant, timing in timings.items():
         found = {name: ratio(timings[name], timing) for name in suite.over}
         fastest = min(found.values(), key=lambda each: each.ratio)
@@ -327,7 +327,7 @@ def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping
         rounds = {name: cell(getattr(timing, name)) for name in ("rounds_ms", "launches")}
         rows.append({
             **about, "dtype": "float32", "variant": variant, **asdict(timing), **rounds, **speedup, "gate": "passed",
-            **asdict(describe()),
+            **shared,
         })  # fmt: skip
     return rows
 
@@ -412,14 +412,16 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
                 quarters = statistics.quantiles([ours for ours, _ in slowest], n=4)
                 linear_us = statistics.median(its for _, its in slowest)
                 rows.append({
-                    "commit": machine.commit, "dirty": machine.dirty, "machine": machine.name, "torch": machine.torch,
-                    "world_size": world_size, "direction": direction, "rows": ROWS, "features": FEATURES,
+                    **origin(machine), "world_size": world_size, "direction": direction,
+                    "rows": ROWS, "features": FEATURES,
                     "overhead_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1),
                     "q3_us": round(quarters[2], 1), "linear_us": round(linear_us, 1),
                 })  # fmt: skip
             done()
     frame = pd.DataFrame(rows)
-    frame.to_csv(out, mode="a", header=not out.exists(), index=False)
+    # Rows of an older file may have fewer columns.
+    before = [pd.read_csv(out, keep_default_na=False, dtype=str)] if out.exists() else []
+    pd.concat([*before, frame]).to_csv(out, index=False)
     return frame
 
 

@@ -10,13 +10,15 @@ elements of a row in mxfp8. x and w are `Scaled`; whole tensors are data * scale
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fusedtp import functional, reference
 from fusedtp.float8 import E8M0
@@ -34,6 +36,34 @@ Runner = Callable[[], Results]
 
 # Dims along which x, w and y are split; y of an all-reduce is whole.
 _SPLIT = {"gather": {"x": 0, "w": 0, "y": 1}, "scatter": {"x": 1, "w": 1, "y": 0}, "all_reduce": {"x": 1, "w": 1}}
+
+
+def finished(value: Any) -> Any:
+    """Wait for every asynchronous part of what a runner returned, and return the value with plain tensors.
+
+    Waits for functional collectives, the local part of a DTensor, and whatever else has a `wait` (Work, Future), in
+    tuples, lists and dicts. A GPU's stream waits, not the host. Anything else is returned as it is.
+    """
+    # Most results are plain tensors, and this runs inside the clock.
+    if type(value) is Tensor:
+        return value
+    if isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)([finished(each) for each in value])
+    if isinstance(value, Mapping):
+        return {name: finished(each) for name, each in value.items()}
+    if isinstance(value, DTensor):
+        with torch.no_grad():
+            return finished(value.to_local())
+    if is_unfinished(value):
+        found = value.wait()
+        # Work.wait gives True; an AsyncCollectiveTensor or a Future gives its value.
+        return value if found is None or isinstance(found, bool) else finished(found)
+    return value
+
+
+def is_unfinished(value: object) -> bool:
+    """Return True if `finished` would have something to wait for, or to unwrap, in this value."""
+    return isinstance(value, DTensor) or callable(getattr(value, "wait", None))
 
 
 def device_here() -> torch.device:
@@ -65,6 +95,9 @@ class Operands:
         self.w: Any = self._scaled["w"][rank] if case.is_float8 else self.w_own
         self._dy: Tensor | None = None
         self._products: dict[str, ExactProduct] = {}
+        # How often each operand is doubled now, and tensors that were computed from operands, with the part they are.
+        self.doubled: dict[str, int] = {}
+        self._made_of: list[tuple[Tensor, str]] = []
 
     def _normal(self, rows: int, cols: int) -> Tensor:
         return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
@@ -107,6 +140,47 @@ class Operands:
             self._dy = self.own("y", self.dy_whole)
         return self._dy
 
+    def follows(self, made: Tensor, part: str) -> None:
+        """Keep a tensor that set-up computed, a term of y or dx or a copy of x or dy, in step with its operands."""
+        self._made_of.append((made, part))
+
+    def scale_of(self, part: str) -> float:
+        """Return the factor of y, dx, dw, x or dy through the operands that are doubled now."""
+        return 2.0 ** sum(self.doubled.get(name, 0) for name in _FACTORS[part.removesuffix("_partial")])
+
+    def turn(self, direction: str) -> None:
+        """Change the inputs of a pass in place, so that its results must change: times 2, and from then on 4 or 2.
+
+        Powers of two change no rounding, so the expected results are those of before, scaled. Backward alone has dy as
+        its input: x and w belong to a forward pass that was made before.
+        """
+        names = {"forward": ("x", "w"), "backward": ("dy",), "both": ("x", "w", "dy")}[direction]
+        self._double({name: 2 if self.doubled.get(name) == 1 else 1 for name in names})
+
+    def restore(self) -> None:
+        """Undo all turns."""
+        self._double({})
+
+    def _double(self, times: dict[str, int]) -> None:
+        before = [self.scale_of(part) for _, part in self._made_of]
+        for name in self.doubled.keys() | times:
+            for tensor in self._inputs(name):
+                _scale(tensor, 2.0 ** (times.get(name, 0) - self.doubled.get(name, 0)))
+        self.doubled = times
+        for (made, part), old in zip(self._made_of, before, strict=True):
+            _scale(made, self.scale_of(part) / old)
+
+    def _inputs(self, name: str) -> list[Tensor]:
+        # All tensors of an operand that variants read, each memory once. No variant reads the whole w.
+        found = {
+            "x": [self.x_own, *([self.x_whole] if self.gathers else [])],
+            "w": [self.w_own],
+            "dy": [self.dy, *([] if self.gathers else [self.dy_whole])] if name == "dy" else [],
+        }[name]
+        if self.case.is_float8:
+            found += [part.scale for part in self._scaled[name]]
+        return list({tensor.data_ptr(): tensor for tensor in found}.values())
+
     def linear(self, group: ProcessGroup, **options: Any) -> Callable[[Any, Any], Tensor]:
         """Return this package's op as a call of x and w."""
         if self.case.kind == "all_reduce":
@@ -131,6 +205,7 @@ class Operands:
             parts = self._scaled["x"]
             scales = torch.cat([part.scale.view(torch.uint8) for part in parts]).view(self.x.scale.dtype)
             x = Scaled(torch.cat([part.data for part in parts]), scales)
+            self.follows(scales, "x")
         return partial(mm, Quantized.of(x, self.dtype), Quantized.of(self.w, self.dtype).t())
 
     def travelling(self, name: str) -> tuple[Tensor, Tensor]:
@@ -152,8 +227,9 @@ class Operands:
         return packed[self.rank], torch.cat(packed)
 
     def product(self, name: str) -> ExactProduct:
-        """Return the expected part of y, dx or dw on this rank, made once."""
+        """Return the expected part of y, dx or dw on this rank, made once, of operands that are not doubled."""
         if name not in self._products:
+            assert not self.doubled, f"{name} must be made before operands change"
             a, b = self.factors(name)
             cut: tuple[int, ...] = (b.shape[0],)
             if name == ("dx" if self.gathers else "y"):
@@ -167,6 +243,18 @@ class Operands:
                     a = reference.chunk(a, 0, self.rank, self.m_sizes)
             self._products[name] = ExactProduct(a, b, cut, self.dtype)
         return self._products[name]
+
+
+# Operands that are factors of each result, and of what a gather alone sends.
+_FACTORS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x"), "x": ("x",), "dy": ("dy",)}
+
+
+def _scale(tensor: Tensor, factor: float) -> None:
+    # Scales of blocks are bytes that hold an exponent.
+    if tensor.dtype == torch.uint8 or tensor.dtype == E8M0:
+        tensor.view(torch.uint8).add_(int(math.log2(factor)))
+    else:
+        tensor.mul_(factor)
 
 
 def _values(x: Scaled) -> Tensor:

@@ -82,17 +82,21 @@ class ExactProduct:
             allowed += self._size[rows] * (eps + self._parts * eps_sum)
         return allowed.add_(reference.underflow(self._dtype, self._parts))
 
-    def check(self, out: Tensor, sum_dtype: torch.dtype, name: str) -> tuple[float, float]:
-        """Return (largest error, largest error / allowed error) of `out`; AssertionError if any is above 1.
+    def check(
+        self, out: Tensor, sum_dtype: torch.dtype, name: str, *, scale: float = 1.0, only: slice | None = None
+    ) -> tuple[float, float]:
+        """Return (largest error, largest error / allowed error) of `out`; AssertionError if any is above 1. NaN fails.
 
-        `sum_dtype`: dtype in which partials may have been added. NaN fails.
+        - sum_dtype: dtype in which partials may have been added.
+        - scale: a power of two by which operands were multiplied since.
+        - only: rows to check, by default all.
         """
         rows, cols = self.expected.shape
         assert out.shape == self.expected.shape, f"{name}: shape {tuple(out.shape)}, expected {(rows, cols)}"
         largest = ratio = 0.0
         wrong = place = 0
-        for part in _blocks(rows, cols):
-            error = torch.sub(self.expected[part], out[part]).abs_()
+        for part in _blocks(rows, cols) if only is None else [only]:
+            error = torch.sub(self.expected[part], out[part], alpha=1 / scale).abs_()
             if not error.numel():
                 continue
             allowed = self._allowed(part, sum_dtype)
@@ -102,12 +106,14 @@ class ExactProduct:
             share, at = torch.nan_to_num(error / allowed, nan=math.inf).flatten().max(0)
             if share.item() > ratio:
                 ratio, place = share.item(), part.start * cols + int(at)
+        largest *= scale
         if wrong:
             row, col = divmod(place, cols)
-            line = self._allowed(slice(row, row + 1), sum_dtype)[0, col].item()
-            got, want = out[row, col].item(), self.expected[row, col].item()
+            line = scale * self._allowed(slice(row, row + 1), sum_dtype)[0, col].item()
+            got, want = out[row, col].item(), scale * self.expected[row, col].item()
+            of = rows if only is None else len(range(rows)[only])
             raise AssertionError(
-                f"{name}: {wrong} of {rows * cols} elements are wrong, the worst at {(row, col)}: got {got:.6g}, "
+                f"{name}: {wrong} of {of * cols} elements are wrong, the worst at {(row, col)}: got {got:.6g}, "
                 f"expected {want:.6g}, off by {abs(got - want):.3g}, allowed {line:.3g}"
             )
         return largest, ratio

@@ -41,6 +41,8 @@ class Arenas:
     def __init__(self, device: torch.device, world_size: int, layout: Layout, rank: int = RANK) -> None:
         self.world_size, self.rank = world_size, rank
         self.half_bytes = max(4096, layout.half_bytes)
+        # What `fill` has put here.
+        self.filled: list[Tensor] = []
         words = signal.SIGNALS.value + layout.slots * world_size
         self._begin = -(-words // 64) * 64 * 4
         self.memory = torch.empty(world_size, self._begin + 2 * self.half_bytes, dtype=torch.uint8, device=device)
@@ -71,7 +73,8 @@ class Arenas:
     def fill(self, row: int, x: Tensor, pitch: int) -> None:
         """Put x [rows, cols] into both of the own halves."""
         for parity in range(2):
-            self.view(self.rank, parity, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]] = x
+            self.filled.append(self.view(self.rank, parity, row, x.shape[0], pitch, x.dtype)[:, : x.shape[1]])
+            self.filled[-1].copy_(x)
 
     def run(self, launch: Callable[[], object]) -> None:
         """Launch, synchronize, and raise AssertionError if a wait timed out."""
@@ -244,7 +247,12 @@ def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
         return stored
     shard = operands.x if part == "y" else operands.dy
     alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
-    fill = plain(a, b) if alone else gathered(shard, a, b, sizes, rank)[1]
+    if alone:
+        fill = plain(a, b)
+    else:
+        arenas, fill = gathered(shard, a, b, sizes, rank)
+        for rows in arenas.filled:
+            operands.follows(rows, "x" if part == "y" else "dy")
 
     def filled() -> Tensor:
         out = a.new_empty(a.shape[0], b.shape[1])

@@ -15,12 +15,15 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import collectives, reference
+from fusedtp.scaled import Quantized, unpacked
 from fusedtp.schedules import SCHEDULES as TABLE
 
-from . import providers
-from .cases import ALONE, BOUNDS, OWN, SCHEDULES, Case, check_direction
-from .operands import Operands, Results, Runner, passes
+from . import providers, sequential
+from .cases import ALONE, BOUNDS, OWN, SCHEDULES, SEQUENTIAL, Case, check_direction
+from .operands import Operands, Results, Runner, finished, is_unfinished, passes
 
+# Rows of each result that `glance` checks.
+GLANCED = 8
 # Parts returned by (matmuls alone, collectives alone) for each kind of op.
 _FORWARD = {
     "gather": (("y",), ("x",)),
@@ -53,10 +56,11 @@ class Problem(Operands):
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
 
     def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """Return the closure to time, made once: a backward pass needs a forward pass."""
+        """Return the closure to time, whose results are `finished`. Made once: a backward pass needs a forward pass."""
         if (variant, direction) not in self._runners:
             self._runners[variant, direction] = self._runner(variant, direction)
-        return self._runners[variant, direction]
+        run = self._runners[variant, direction]
+        return lambda: finished(run())
 
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
@@ -71,6 +75,8 @@ class Problem(Operands):
             return lambda: tuple([step() for step in steps])
         if variant not in OWN:
             return providers.named(variant).runner(self, self.group, direction)
+        if variant == SEQUENTIAL:
+            return passes(sequential.call(self, self.group), self.x, self.w, self, direction)
         assert variant in (*SCHEDULES, "auto"), variant
         return passes(self.linear(self.group, schedule=variant), self.x, self.w, self, direction)
 
@@ -79,8 +85,14 @@ class Problem(Operands):
 
     def _collective(self, name: str) -> Callable[[], Tensor]:
         if name in ("y", "dx"):
-            return partial(self._sum, self._matmul(name)(), name)
+            term = self._matmul(name)()
+            self.follows(term, name)
+            return partial(self._sum, term, name)
         shard, _ = self.travelling(name)
+        if self.case.is_float8:
+            like = Quantized.of(self.x, self.dtype)
+            scale = unpacked(shard.view(torch.uint8), like.shape[1], like).scale
+            self.follows(scale[:, :1] if like.blocks is None else scale, name)
         return partial(collectives.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
@@ -94,13 +106,11 @@ class Problem(Operands):
 
         Collective if a part is a term of a sum: the sum over ranks is checked.
         """
-        names = self.parts(variant, direction)
-        own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
-        assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
+        names, own_part = self._named(variant, results, direction)
         # A backend may sum in the input's dtype, and so may every variant that uses a backend.
         taken = fusedtp.last_path()
         by_backend = variant == "auto" and taken is not None and taken.schedule == "unfused"
-        over_memory = variant == "auto" or (variant in SCHEDULES and TABLE[variant].shares_memory)
+        over_memory = variant in ("auto", SEQUENTIAL) or (variant in SCHEDULES and TABLE[variant].shares_memory)
         lenient = by_backend or not over_memory
         # All sums come before the first check: a rank that finds a wrong part must not leave the others waiting.
         whole_results = [torch.cat(out) if isinstance(out, list) else out for out in results]
@@ -119,9 +129,37 @@ class Problem(Operands):
                     reference.check(out, sent.double(), torch.zeros_like(sent, dtype=torch.float64), what)
                 continue
             product = self.product(name.removesuffix("_partial"))
-            error, share = product.check(out, self.dtype if lenient else torch.float32, what)
+            sum_dtype = self.dtype if lenient else torch.float32
+            error, share = product.check(out, sum_dtype, what, scale=self.scale_of(name))
             largest, ratio = max(largest, error), max(ratio, share)
         return largest, ratio
+
+    def glance(self, variant: str, results: Results, direction: str, place: float) -> None:
+        """Check a few rows of each result, at `place` from 0 to 1; AssertionError if one is wrong.
+
+        Takes little time and no communication. So terms of a sum over ranks, which `ALONE` return, are not looked at.
+        """
+        if variant in ALONE:
+            return
+        names, own_part = self._named(variant, results, direction)
+        for name, out in zip(names, results, strict=True):
+            product, whole = self.product(name), torch.cat(out) if isinstance(out, list) else out
+            begin = int(place * max(0, product.expected.shape[0] - GLANCED))
+            rows, scale = slice(begin, begin + GLANCED), self.scale_of(name)
+            product.check(whole, self.dtype, f"{own_part}: {name}", scale=scale, only=rows)
+
+    def _named(self, variant: str, results: Results, direction: str) -> tuple[tuple[str, ...], str]:
+        # Return the results' names and where they are from. AssertionError unless all are finished tensors.
+        names = self.parts(variant, direction)
+        own_part = f"{self.case}, {direction}, {variant}, rank {self.rank}"
+        assert isinstance(results, tuple), f"{own_part}: a {type(results).__name__}, expected a tuple"
+        assert len(results) == len(names), f"{own_part}: {len(results)} results, expected {', '.join(names)}"
+        for name, out in zip(names, results, strict=True):
+            for part in out if isinstance(out, list) else [out]:
+                kind = type(part).__name__
+                assert isinstance(part, Tensor), f"{own_part}: {name} is a {kind}, expected a tensor"
+                assert not is_unfinished(part), f"{own_part}: {name} is an unfinished {kind}: nobody waited for it"
+        return names, own_part
 
     def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
         """Free the closures' graphs, gathered tensors and arenas. Collective, as `close` of some closures is.
@@ -132,4 +170,5 @@ class Problem(Operands):
             if close := getattr(run, "close", None):
                 before(direction, variant)
                 close()
-        self._runners = {}
+        self.restore()
+        self._runners, self._made_of = {}, []

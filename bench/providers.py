@@ -53,8 +53,9 @@ class Provider:
               `operands` has this rank's `x`, `w` and `dy`, and `case`, `device`, `dtype`, `gathers`. The closure takes
               nothing and returns a tuple of this rank's shards: (y,) forward, (dx, dw) backward, (y, dx, dw) for both;
               y is the rank's part that `fusedtp.bench.cases` gives for the case's op.
-              `fusedtp.bench.operands.passes` makes one of a function. Set-up belongs outside of it. If it has an
-              attribute `close`, that is called after the last call, on all ranks in the same order.
+              `fusedtp.bench.operands.passes` makes one of a function. Set-up belongs outside of it, but each call must
+              read x, w and dy, which change in place between rounds. If it has an attribute `close`, that is called
+              after the last call, on all ranks in the same order.
     missing   (case, direction, num_gpus) -> why it cannot run, or "". num_gpus is that of the machine, 0 on a CPU.
               Asked once, before ranks are started; only ranks that agree could go on
     about     a description, one line

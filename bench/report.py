@@ -202,9 +202,9 @@ def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardwa
 
 def _row(measured: Measurement, median_ms: float, hardware: str) -> Measurement:
     nothing: dict[str, Any] = dict.fromkeys(
-        ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "matmul_fraction", "tflops", "algbw_gbps", "busbw_gbps")
+        ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction", "tflops")
     )
-    nothing |= dict.fromkeys(("bound_ms", "overlap_efficiency", "max_error", "error_ratio"))
+    nothing |= dict.fromkeys(("algbw_gbps", "busbw_gbps", "bound_ms", "hidden", "max_error", "error_ratio"))
     return changed(
         measured, median_ms=median_ms, rounds=0, gate=PASSED, predicted=True, path=f"cost model, {hardware}", **nothing
     )

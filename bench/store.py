@@ -2,7 +2,8 @@
 
 A file is only replaced as a whole (written beside, then renamed), after the existing file was read. If that file is
 malformed or foreign, the error names it, and it stays unchanged. Measuring a case again replaces all rows of that case,
-so the rows that are compared with each other come from one interleaved run.
+so the rows that are compared with each other come from one interleaved run. A file is refused if its rows contradict
+that: a median that is not of its own rounds, a ratio that is not of the case's medians, two commits in one case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusedtp.files import read_text, replace, visible
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, Case, flops, traffic
+from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SEQUENTIAL, Case, flops, traffic
+from .digest import digest
 from .machine import Machine
 
 if TYPE_CHECKING:
@@ -43,15 +45,17 @@ class Measurement:
 
     direction: forward, backward or both (one after the other, timed together). model, tokens, layer: the transformer
     block that the case is a matmul of; empty and 0 for a case of its own. variant: matmul and comm (each alone: the
-    bounds), own_matmul (our kernel with every flag already raised), unfused, decomposed, fused, auto, and the
-    baselines of other libraries. rounds_ms: every round's time, in the order that the variants of a case share; empty
-    in older files. speedup_vs_unfused is the ratio of medians in this run, matmul_fraction the matmul's median over
-    this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by nccl-tests' definitions.
-    bound_ms: the longer of matmul and comm. overlap_efficiency: the hidden part of the time that unfused takes beyond
-    the matmul. gate: "passed", "not run: " and the reason, or the error; only passed rows have numbers. error_ratio:
-    the largest error over the allowed error. interpreted: ran in Triton's interpreter, checked and not timed.
-    predicted: from a model, not a clock. launches: the number of rounds in each of several
-    launches on fresh ranks, of which `rounds_ms` has one after the other; empty for one launch.
+    bounds), own_matmul (our kernel with every flag already raised), unfused, sequential (our own collective and one
+    matmul, which overlap nothing), decomposed, fused, auto, and the baselines of other libraries. rounds_ms: every
+    round's time, in the order that the variants of a case share; empty in older files. speedup_vs_unfused and
+    speedup_vs_sequential are ratios of medians in this run: what a user gains, and what overlap gains. matmul_fraction:
+    the matmul's median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by
+    nccl-tests' definitions. bound_ms: the longer of matmul and comm. hidden: the share of the time that sequential
+    takes beyond the matmul, and this variant does not; 0 where nothing overlaps. gate: "passed", "not run: " and the
+    reason, or the error; only passed rows have numbers. error_ratio: the largest error over the allowed error.
+    interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a clock.
+    digest: of the timed code (`digest`). launches: the number of rounds in each of several launches on fresh ranks, of
+    which `rounds_ms` has one after the other; empty for one launch.
     """
 
     op: str
@@ -73,12 +77,13 @@ class Measurement:
     rounds_ms: tuple[float, ...] = ()
     launches: tuple[int, ...] = ()
     speedup_vs_unfused: float | None = None
+    speedup_vs_sequential: float | None = None
     matmul_fraction: float | None = None
     tflops: float | None = None
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
     bound_ms: float | None = None
-    overlap_efficiency: float | None = None
+    hidden: float | None = None
     gate: str
     max_error: float | None = None
     error_ratio: float | None = None
@@ -100,6 +105,7 @@ class Measurement:
     triton: str = ""
     commit: str = ""
     dirty: bool = False
+    digest: str = ""
     time_utc: str = ""
 
     @property
@@ -137,15 +143,21 @@ _WORDS = {
 # Annotations are strings here: `from __future__ import annotations`.
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
-# Columns that older files lack.
-_NEWER = ("rounds_ms", "launches")
+# Columns that older files lack, and one that they have: the share of what unfused took beyond the matmul.
+_NEWER = ("rounds_ms", "launches", "speedup_vs_sequential", "hidden", "digest")
+_DROPPED = "overlap_efficiency"
+
+# Fields that all timed rows of a case share, as they are from one interleaved run.
+_ORIGIN = ("commit", "dirty", "digest", "python", "torch", "triton", "driver", "time_utc")
+# Largest relative difference of numbers that are equal but for six digits; `hidden` is a difference of such.
+_EQUAL = 1e-3
 
 # Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
 _KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
     **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "bound_ms"), (1e-9, 1e9)),
-    **dict.fromkeys(("speedup_vs_unfused", "matmul_fraction"), (1e-18, 1e18)),
+    **dict.fromkeys(("speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction"), (1e-18, 1e18)),
     **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
     **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
 }
@@ -185,10 +197,11 @@ def read(path: Path) -> list[Measurement]:
         lines = [(reader.line_num, cells) for cells in reader if cells]
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{foreign}: {error}") from error
-    if header != tuple(name for name in COLUMNS if name in header or name not in _NEWER):
+    known = [name for name in header if name != _DROPPED]
+    if known != [name for name in COLUMNS if name in header or name not in _NEWER]:
         unlike = {
             "missing columns": [name for name in COLUMNS if name not in (*header, *_NEWER)],
-            "unknown columns": [name[:80] for name in header if name not in COLUMNS],
+            "unknown columns": [name[:80] for name in known if name not in COLUMNS],
         }
         told = [f"{what} {', '.join(names[:8])}{', ..' * (len(names) > 8)}" for what, names in unlike.items() if names]
         raise ValueError(f"{foreign}: {'; '.join(told) or 'columns in another order, or twice'}")
@@ -204,7 +217,41 @@ def read(path: Path) -> list[Measurement]:
         if (before := found.setdefault(key, number)) != number:
             raise ValueError(f"{path}, line {line}, row {number}: the same case and variant as row {before}")
         rows.append(row)
+    by_case: dict[object, dict[int, Measurement]] = {}
+    for number, row in enumerate(rows, 1):
+        if row.median_ms is not None and not row.predicted:
+            by_case.setdefault((row.machine, row.case), {})[number] = row
+    for members in by_case.values():
+        if wrong := _contradiction(members):
+            number, text = wrong
+            raise ValueError(f"{path}, line {lines[number - 1][0]}, row {number}, column {text}")
     return rows
+
+
+def _contradiction(rows: Mapping[int, Measurement]) -> tuple[int, str] | None:
+    # Return the number of a timed row that contradicts its own rounds or the other rows of its case, and how.
+    from .intervals import Timing
+
+    (first, base), *_ = rows.items()
+    medians = {row.variant: row.median_ms for row in rows.values() if row.median_ms is not None}
+    for number, row in rows.items():
+        for name in _ORIGIN:
+            if (own := getattr(row, name)) != (other := getattr(base, name)):
+                return number, f"{name}: {own!r}, but {other!r} in row {first} of the same case: not one run"
+        expected: dict[str, tuple[float, str]] = {}
+        if row.rounds_ms:
+            given = vars(Timing.of(row.rounds_ms))
+            for name in ("median_ms", "p20_ms", "p80_ms", "total_ms"):
+                expected[name] = given[name], f"its rounds give {given[name]:.6g}"
+        case = Case(row.op, row.M, row.N, row.K, row.dtype, row.world_size)
+        for name, ratio in ratios(case, row.direction, row.variant, medians).items():
+            if ratio is not None:
+                expected[name] = ratio, f"the medians of its case give {ratio:.6g}"
+        for name, (value, why) in expected.items():
+            own = getattr(row, name)
+            if own is not None and abs(own - value) > _EQUAL * max(abs(own), abs(value), name == "hidden"):
+                return number, f"{name}: {own:.6g}, but {why}"
+    return None
 
 
 def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
@@ -213,6 +260,8 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
         raise ValueError(f"{names[min(len(cells), len(names) - 1)]}: {len(cells)} cells, not {len(names)}")
     values: dict[str, Any] = {}
     for name, text in zip(names, cells, strict=True):
+        if name == _DROPPED:
+            continue
         pattern, value_of = _READERS[_KINDS[name]]
         if not re.fullmatch(pattern, text):
             raise ValueError(f"{name}: {text[:80]!r} is not {_WORDS[_KINDS[name]]}")
@@ -275,7 +324,8 @@ class Outcome:
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     """Return the columns of `variant`'s row that relate its median to the others; medians are in ms."""
-    own, unfused, matmul, comm = (medians.get(name) for name in (variant, "unfused", "matmul", "comm"))
+    names = (variant, "unfused", SEQUENTIAL, "matmul", "comm")
+    own, unfused, sequential, matmul, comm = (medians.get(name) for name in names)
     if not own:
         return {}
     n = case.world_size
@@ -293,9 +343,18 @@ def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float
         found["matmul_fraction"] = matmul / own
     if whole and unfused:
         found["speedup_vs_unfused"] = unfused / own
-        if sent and matmul and unfused > matmul:
-            found["overlap_efficiency"] = 1 - (own - matmul) / (unfused - matmul)
+    if whole and sequential:
+        found["speedup_vs_sequential"] = sequential / own
+        if sent and matmul and sequential > matmul:
+            found["hidden"] = (sequential - own) / (sequential - matmul)
     return found
+
+
+def origin(machine: Machine, layer: str = "") -> dict[str, Any]:
+    """Return the columns that every file of measurements has: machine, versions, commit, digest and time."""
+    about = asdict(machine)
+    about["machine"] = about.pop("name")
+    return about | {"digest": digest(machine.num_gpus, layer), "time_utc": now()}
 
 
 def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[Measurement]:
@@ -305,8 +364,7 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    shared = asdict(case) | asdict(machine) | {"time_utc": now()}
-    shared["machine"] = shared.pop("name")
+    shared = asdict(case) | origin(machine)
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict

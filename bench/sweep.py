@@ -33,7 +33,7 @@ from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
-from .timing import Verdict, gate, measure
+from .timing import Verdict, gate, measure_checked
 
 # A rank of a launcher says after this time for whom it waits.
 NOTICE_SECONDS = 5.0
@@ -72,7 +72,12 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
             runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
             before = partial(at, direction)
-            timings = measure(runners, group, device, seconds=job.seconds, rounds=job.rounds, before=before)
+            found = measure_checked(
+                problem, runners, group, direction, seconds=job.seconds, rounds=job.rounds, before=before
+            )
+            # A variant that is wrong in the timed rounds has no time.
+            timings = {name: timing for name, (timing, late) in found.items() if not late.error}
+            verdicts |= {name: late for name, (_, late) in found.items() if late.error}
             outcomes += [
                 Outcome(name, direction, not_run=verdicts[name].missing) if verdicts[name].missing
                 else outcome(name, direction, verdicts[name], timings.get(name), paths[name])

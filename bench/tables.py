@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 
-from .cases import ALONE, SCHEDULES, SHORT_DTYPES, TITLES
+from .cases import ALONE, SCHEDULES, SEQUENTIAL, SHORT_DTYPES, TITLES
 from .frames import BASELINE, blocks, bound, cases, compared, each, overall, parts, records, timed
 from .frames import standings as by_size
 from .store import COLUMNS, NOT_RUN
@@ -38,7 +39,7 @@ SIZE = "M x N x K"
 # Formats by a heading's last line, or by the line above a variant's name, which may be any. Other numbers have three
 # digits.
 FORMATS: dict[str, Format] = {
-    **dict.fromkeys(("mean", "best", "worst", "speed-up", "over"), times_as_fast),
+    **dict.fromkeys(("mean", "best", "worst", "speed-up", "over", "over sequential"), times_as_fast),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
     **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
     **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
@@ -139,15 +140,19 @@ def _text(value: Any, how: Format) -> str:
     return "-" if pd.isna(value) else how(value) if callable(how) else how.format(value)
 
 
+_ABOUT_SEQUENTIAL = "our own collective and one matmul in turn, which overlap nothing"
+
+
 def summary(frame: pd.DataFrame) -> CellTable:
     """Return a line for each schedule over all its cases on two ranks or more, the best first."""
     note = (
-        f"Speed-ups are over {BASELINE}, the mean is geometric. Faster and slower are counted where the 95 % interval "
-        f"of the ratio leaves out 1. Communication hidden: of what {BASELINE} spends beyond the matmul, the share that "
-        "a schedule does not, in the median case; negative where it spends more."
+        f"Speed-ups are over {BASELINE}, the mean is geometric: what a user gains. Faster and slower are counted where "
+        f"the 95 % interval of the ratio leaves out 1. Over {SEQUENTIAL}: the mean speed-up over {_ABOUT_SEQUENTIAL}: "
+        f"what overlap gains. Communication hidden: of what {SEQUENTIAL} spends beyond the matmul, the share that a "
+        "schedule does not, in the median case; negative where it spends more."
     )
     cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
-    optional = ("communication hidden", "best", "worst")
+    optional = ("best", "worst", "communication hidden", "over sequential")
     return CellTable("summary", "Each schedule over all cases", cells, note, optional)
 
 
@@ -181,37 +186,44 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
     """Return a line for each case: times, speed-ups, part of the communication hidden."""
     shown = timed(frame[frame["direction"] == direction])
     variants = [variant for (variant,), _ in parts(shown, "variant")]
-    rivals = [variant for variant in variants if variant not in (*ALONE, *SCHEDULES)]
+    rivals = [variant for variant in variants if variant not in (*ALONE, SEQUENTIAL, *SCHEDULES)]
+    columns = (BASELINE, SEQUENTIAL, *SCHEDULES[1:])
     lines = []
     for first, case in cases(shown):
         line = _about(first)
-        for name in SCHEDULES:
+        for name in columns:
             line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
         for name in (name for name in SCHEDULES[1:] if name in case.index):
             row = case.loc[name]
             is_noise = first["world_size"] == 1 or row["low"] <= 1 <= row["high"]
             line[f"speed-up\n{name}"] = times_as_fast(row["speedup"], is_noise) if row["speedup"] > 0 else None
+        for name in (name for name in SCHEDULES[1:] if name in case.index):
+            row = case.loc[name]
+            is_noise = row["overlap_low"] <= 1 <= row["overlap_high"]
+            line[f"over sequential\n{name}"] = times_as_fast(row["overlap"], is_noise) if row["overlap"] > 0 else None
         for name, what in ((name, what) for what in _RATIOS for name in SCHEDULES[1:]):
             line[f"{what}\n{name}"] = case[_RATIOS[what]].get(name)
-        line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in SCHEDULES}
+        line |= {f"{name}\nms": case["median_ms"].get(name) for name in variants if name not in columns}
         lines.append(line)
     note = (
         "Medians in ms over the rounds, the slowest rank's time; +- is half the 20-80 % range. M x N x K are global "
         "sizes. matmul, comm: the unsplit library matmul and the backend's collective, each alone. speed-up: unfused / "
-        "this schedule. of matmul: matmul / this schedule (1: no time but the matmul's). hidden: the share of "
-        "unfused - matmul, the exposed communication, that this schedule saves."
+        f"this schedule, what a user gains. sequential: {_ABOUT_SEQUENTIAL}. over sequential: sequential / this "
+        "schedule, what overlap gains; the rest of a speed-up is the transport's. of matmul: matmul / this schedule "
+        "(1: no time but the matmul's). hidden: the share of sequential - matmul, the exposed communication, that this "
+        "schedule saves."
     )
     if (beyond := shown["matmul_fraction"].where(shown["variant"].isin(SCHEDULES)).max()) > 1:
         note += (
             f" of matmul is above 1, up to {beyond:.2f}, and hidden above 100 %, where a schedule multiplies chunk by "
             "chunk and chunks fit the caches better than the whole."
         )
-    optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul")
+    optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul", SEQUENTIAL)
     return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
 
 
 # Columns of rows that relate a schedule's time to others, by heading.
-_RATIOS = {"of matmul": "matmul_fraction", "hidden": "overlap_efficiency"}
+_RATIOS = {"of matmul": "matmul_fraction", "hidden": "hidden"}
 
 
 def rates(frame: pd.DataFrame, direction: str) -> CellTable:
@@ -245,6 +257,8 @@ def totals(frame: pd.DataFrame) -> CellTable:
         if base and best_ms:
             line["speed-up"] = times_as_fast(base / best_ms, best != BASELINE and (*shared.values(), best) not in clear)
         line["of matmul"] = alone / best_ms if alone and best_ms else None
+        if best_ms and several and (sequential := medians.get(SEQUENTIAL)):
+            line["over\nsequential"] = times_as_fast(sequential / best_ms)
         if several and base and "auto" in medians:
             line["speed-up\nauto"] = times_as_fast(base / medians["auto"], (*shared.values(), "auto") not in clear)
         lines.append(line)
@@ -303,6 +317,15 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         lines.append(
             f"Largest speed-up{beyond}: {_ratio(most)}{f'; smallest: {_ratio(least)}' if len(rows) > 1 else ''}."
         )
+        beside = members[members["overlap"].notna()]
+        if len(beside):
+            counts = f"{(beside['overlap_low'] > 1).sum()} of {len(beside)} cases, slower in "
+            counts += f"{(beside['overlap_high'] < 1).sum()}; mean {statistics.geometric_mean(beside['overlap']):.2f}x"
+            transport = statistics.geometric_mean(beside["speedup"] / beside["overlap"])
+            lines.append(
+                f"By overlap: {name} is faster than {SEQUENTIAL} ({_ABOUT_SEQUENTIAL}) in {counts}. The rest is "
+                f"transport: {SEQUENTIAL} is {transport:.2f}x as fast as {BASELINE}."
+            )
     # Strip the op and dtype of the case from the reason.
     of_case = re.compile(r" for \w+ in \w+ \(`fusedtp tune --dtype \w+` ")
     auto = shown["path"][shown["variant"] == "auto"]

@@ -22,6 +22,7 @@ COLOURS = {
     "paper": "#fdfdfe",
     "on-bar": "#fefefe",
     "unfused": "#8a8a8a",
+    "sequential": "#7fb2d6",
     "decomposed": "#0b6fb8",
     "fused": "#d1495b",
     "auto": "#5b3a8c",
@@ -39,7 +40,7 @@ COLOURS = {
     "add": "#2f9e8f",
     "collective": "#b8552f",
 }
-MARKERS = {"unfused": "o", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P"}
+MARKERS = {"unfused": "o", "sequential": "h", "decomposed": "D", "fused": "s", "auto": "^", "own_matmul": "P"}
 PEER_MARKERS = "vX<>*d"
 _PEERS = tuple(name for name in COLOURS if name.startswith("peer-"))
 RC: dict[str, Any] = {

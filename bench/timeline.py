@@ -23,16 +23,16 @@ from fusedtp.files import Entry, entry_of, read_text, replace
 
 from . import theme
 from .arguments import MAX_RANKS
-from .cases import DTYPES, OPS, SHORT_DTYPES, TITLES, Case
+from .cases import DTYPES, OPS, OWN, SEQUENTIAL, SHORT_DTYPES, TITLES, Case
 from .frames import BASELINE
 from .intervals import Timing, careful, ratio
 from .machine import Machine
 from .problem import Problem
-from .store import MAX_BYTES
+from .store import MAX_BYTES, origin
 from .tables import milliseconds
 
 # Schedules that the host can record; see above.
-SCHEDULES = ("decomposed", "unfused")
+SCHEDULES = ("decomposed", SEQUENTIAL, "unfused")
 WARM_CALLS = 3
 NAMES = {"travel": "copy", "multiply": "multiply", "wait": "wait", "add": "add up", "collective": "collective"}
 _FORMAT = "fusedtp timeline 1"
@@ -148,7 +148,7 @@ def timeline(
         for rank, recorded in enumerate(ranks):
             for kind, peer, begin, end in recorded[schedule][turn]:
                 marks.append(Mark(schedule, rank, kind, peer, (begin - start) / 1e3, (end - begin) / 1e3))
-    about = {**asdict(case), **asdict(machine), "rounds": rounds, "calls": kept, "format": _FORMAT}
+    about = {**asdict(case), **origin(machine), "rounds": rounds, "calls": kept, "format": _FORMAT}
     return Timeline(about, tuple(marks))
 
 
@@ -233,7 +233,7 @@ _REASONS = {
 
 
 def remarks(found: Timeline) -> list[str]:
-    """Return remarks on each schedule against unfused, over all calls, and why the shown call is slower if it is."""
+    """Return remarks on each schedule against unfused and sequential, and why the shown call is slower if it is."""
     lines: list[str] = []
     called = [schedule for schedule in found.schedules if found.of(schedule, "call")]
     for schedule in called if BASELINE in called else ():
@@ -249,12 +249,14 @@ def remarks(found: Timeline) -> list[str]:
             times = f"{milliseconds(own_ms)} ms, {BASELINE} {milliseconds(other_ms)}"
             slower = f"{schedule} is slower than {BASELINE} in the calls shown, {times}"
             lines.append(f"{slower}. What grew most, on the rank that ends last: {why}.")
-        calls, base = found.calls(schedule), found.calls(BASELINE)
-        if calls and base and calls.rounds > 1:
-            of = ratio(calls, base)
-            told = "faster" if of.high < 1 else "slower" if of.low > 1 else "neither can be called the faster"
-            interval = f"{of.ratio:.2f} times as long as {BASELINE} (95 % interval {of.low:.2f} to {of.high:.2f})"
-            lines.append(f"All {calls.rounds} recorded calls of each: {schedule} takes {interval}: {told}.")
+        calls = found.calls(schedule)
+        for name in (BASELINE, SEQUENTIAL):
+            base = found.calls(name)
+            if name != schedule and calls and base and calls.rounds > 1:
+                of = ratio(calls, base)
+                told = "faster" if of.high < 1 else "slower" if of.low > 1 else "neither can be called the faster"
+                interval = f"{of.ratio:.2f} times as long as {name} (95 % interval {of.low:.2f} to {of.high:.2f})"
+                lines.append(f"All {calls.rounds} recorded calls of each: {schedule} takes {interval}: {told}.")
     warning = careful([[calls for schedule in called if (calls := found.calls(schedule))]]) if lines else ""
     return [*lines, *filter(None, [warning])]
 
@@ -264,7 +266,7 @@ _TRANSFERS = ("travel", "collective", "wait")
 
 
 def figure(found: Timeline) -> Any:
-    """Draw a panel for each schedule, unfused first, with two lanes for each rank: compute, and transfers.
+    """Draw a panel for each schedule, unfused first, then sequential. A rank has two lanes: compute, and transfers.
 
     All panels share one axis of time. Called within `theme.style`.
     """
@@ -274,7 +276,7 @@ def figure(found: Timeline) -> Any:
     names = {2 * at + lane: f"rank {rank}, {what}" for at, rank in enumerate(ranks)
              for lane, what in enumerate(("compute", "transfers"))}  # fmt: skip
     longest_us = max(mark.begin_us + mark.length_us for mark in found.marks)
-    schedules = sorted(found.schedules, key=BASELINE.__ne__)
+    schedules = sorted(found.schedules, key=OWN.index)
     drawn, axes = theme.panels([len(names)] * len(schedules), 1, line=0.24, row=0.6, sharex=True)
     for axis, schedule in zip(axes[:, 0], schedules, strict=True):
         for mark in found.of(schedule):

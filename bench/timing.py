@@ -4,7 +4,8 @@ Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op be
 without a group has no barrier: its stream spins until the host has issued the call, so that a GPU's work is timed and
 not the launch. The variants take turns within each round, starting one further every round, so drift affects all alike.
 Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
-the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles.
+the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles. The clock stops when
+everything that the op returned is finished (`operands.finished`), whichever variant it is.
 
 The time includes the barrier's skew: measured after a gloo barrier, 16 us for 2 ranks on 2 cores, 90 us for 4 ranks.
 """
@@ -12,6 +13,7 @@ The time includes the barrier's skew: measured after a gloo barrier, 16 us for 2
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import torch_private
 
 from .cases import BOUNDS, OWN
 from .intervals import Timing
-from .operands import Results
+from .operands import Results, finished, is_unfinished
 from .problem import Problem
 from .providers import Missing
 
@@ -71,6 +74,8 @@ def gate(
 ) -> dict[str, Verdict]:
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
+    A result is checked as it is when the call returns: one that is still being written, or waited for, is refused.
+
     Variants run twice unless `once`, as flags and buffers left by a first call may break a second call.
     `ProviderFailed` if a provider raises on some of the ranks, as the ranks are then out of step.
     """
@@ -80,7 +85,7 @@ def gate(
         try:
             run = problem.runner(variant, direction)
             # All calls come before the first check: a rank with a wrong result must not leave the others waiting.
-            results = [run() for _ in range(1 if once or variant in BOUNDS else 2)]
+            results = [_copied(run()) for _ in range(1 if once or variant in BOUNDS else 2)]
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if variant not in OWN and not _all_failed(group, variant):
@@ -101,6 +106,13 @@ def gate(
         del results
         verdicts[variant] = _worst(own, group)
     return verdicts
+
+
+def _copied(results: Any) -> Any:
+    # Copy each tensor as it is when the call returns. What is written later, or by the next call, does not count.
+    if isinstance(results, (tuple, list)):
+        return type(results)([_copied(each) for each in results])
+    return results.clone() if isinstance(results, Tensor) and not is_unfinished(results) else results
 
 
 def _worst(own: Verdict, group: ProcessGroup) -> Verdict:
@@ -124,6 +136,47 @@ def _all_failed(group: ProcessGroup, variant: str) -> bool:
     return int(count) >= group.size()
 
 
+def measure_checked(
+    problem: Problem,
+    runners: Mapping[str, Callable[[], Any]],
+    group: ProcessGroup,
+    direction: str,
+    *,
+    seconds: float = 1.0,
+    rounds: int | None = None,
+    before: Callable[[str], None] = lambda name: None,
+) -> dict[str, tuple[Timing, Verdict]]:
+    """Time variants that have passed the gate, and check what they return meanwhile; collective, as `measure`.
+
+    The operands change in place before each round, so a result that was kept, or not computed, is wrong. A few rows of
+    each result are checked in every round, and the whole result in the last. This is outside of the clock.
+    """
+    wrong: dict[str, str] = {}
+    checks: dict[str, tuple[float, float]] = {}
+    # The same rows are checked on all ranks.
+    places = random.Random(problem.case.seed)
+
+    def after(name: str, results: Any, is_last: bool) -> None:
+        place = places.random()
+        try:
+            if is_last:
+                checks[name] = problem.check(name, results, direction)
+            else:
+                problem.glance(name, results, direction, place)
+        except Exception as error:
+            text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            wrong.setdefault(name, f"right at first, but not in the timed rounds: {text}")
+
+    timings = measure(
+        runners, group, problem.device, seconds=seconds, rounds=rounds, before=before, after=after,
+        turn=lambda: problem.turn(direction),
+    )  # fmt: skip
+    return {
+        name: (timing, _worst(Verdict(error=wrong[name]) if name in wrong else Verdict.worst([checks[name]]), group))
+        for name, timing in timings.items()
+    }
+
+
 def measure(
     runners: Mapping[str, Callable[[], object]],
     group: ProcessGroup | None,
@@ -132,6 +185,8 @@ def measure(
     seconds: float = 1.0,
     rounds: int | None = None,
     before: Callable[[str], None] = lambda name: None,
+    after: Callable[[str, Any, bool], None] = lambda name, result, is_last: None,
+    turn: Callable[[], None] = lambda: None,
     launches: int = 1,
 ) -> dict[str, Timing]:
     """Time the runners; all ranks of the group call this with the same names and get the same numbers.
@@ -140,6 +195,8 @@ def measure(
       count. A first round of half a second or more counts; 3 rounds of 2 seconds or more are enough.
     - `rounds`: fixes the number of rounds instead.
     - `before`: called with a runner's name ahead of each of its iterations.
+    - `after`: called with the name, the finished result, and whether it is the runner's last, outside of the clock.
+    - `turn`: called ahead of each round.
     - `launches`: most kernels and copies that a runner issues; the device spins meanwhile.
     """
     if not runners:
@@ -147,22 +204,28 @@ def measure(
     clock = _CudaClock(group, device, launches) if device.type == "cuda" else _HostClock(group)
     names = list(runners)
 
-    def iteration(name: str) -> float:
+    def iteration(name: str, is_last: bool) -> float:
         before(name)
-        return clock.iteration(runners[name])
+        elapsed_ms, result = clock.iteration(runners[name])
+        after(name, result, is_last)
+        # Freeing a large result returns pages to the system, which is not part of the op.
+        del result
+        return elapsed_ms
 
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
-        first = [iteration(name) for name in names]
+        turn()
+        first = [iteration(name, False) for name in names]
         count, counted = _agree_on_rounds(sum(first) / 1e3, seconds, rounds, group, device)
         times = torch.empty(len(names), count, dtype=torch.float64)
         times[:, 0] = torch.tensor(first, dtype=torch.float64)
-        for turn in range(counted, count):
+        for place in range(counted, count):
+            turn()
             for step in range(len(names)):
-                which = (turn + step) % len(names)
-                times[which, turn] = iteration(names[which])
+                which = (place + step) % len(names)
+                times[which, place] = iteration(names[which], place == count - 1)
     finally:
         if enabled:
             gc.enable()
@@ -179,6 +242,8 @@ def _agree_on_rounds(
     is_long, is_kept = round_seconds >= LONG_SECONDS, round_seconds >= KEPT_SECONDS
     fitting = round(seconds / max(round_seconds, 1e-9))
     own = rounds or min(MAX_ROUNDS, max(LONG_ROUNDS if is_long else MIN_ROUNDS, fitting))
+    # At least one round follows, as the last one is known to be the last.
+    is_kept = is_kept and own > 1
     if group is None:
         return own, int(is_kept)
     decided = torch.tensor([own, int(is_kept)], device=device)
@@ -193,16 +258,13 @@ class _HostClock:
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
 
-    def iteration(self, run: Callable[[], object]) -> float:
-        """Return the milliseconds of one call on this rank."""
+    def iteration(self, run: Callable[[], object]) -> tuple[float, Any]:
+        """Return the milliseconds of one call on this rank, and what it returned, finished."""
         if self._group is not None:
             dist.barrier(group=self._group)
         start = time.perf_counter()
-        result = run()
-        elapsed = (time.perf_counter() - start) * 1e3
-        # Freeing a large result returns pages to the system, which is not part of the op.
-        del result
-        return elapsed
+        result = finished(run())
+        return (time.perf_counter() - start) * 1e3, result
 
 
 class _CudaClock:
@@ -215,16 +277,15 @@ class _CudaClock:
         self._token = torch.zeros(1, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def iteration(self, run: Callable[[], object]) -> float:
-        """Return the milliseconds of one call on this rank."""
+    def iteration(self, run: Callable[[], object]) -> tuple[float, Any]:
+        """Return the milliseconds of one call on this rank, and what it returned, finished."""
         self._flush.zero_()
         # The host issues the call while the device spins, so the time to issue is not measured.
         torch_private.spin(self._spin_cycles)
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
         self._start.record()
-        result = run()
+        result = finished(run())
         self._end.record()
         self._end.synchronize()
-        del result
-        return float(self._start.elapsed_time(self._end))
+        return float(self._start.elapsed_time(self._end)), result

@@ -33,7 +33,9 @@ from fusedtp.op import RANK_ORDER, Order
 from fusedtp.scaled import Float8
 
 from . import theme
+from .machine import describe
 from .ranks import RankPool
+from .store import origin
 
 
 @dataclass(frozen=True)
@@ -257,7 +259,8 @@ def compare(
             curves[name] = train(given) if schedule == "process" else pool.run(sharded, given, 2, schedule)[0]
             done()
     rows = [(name, step, loss) for name, losses in curves.items() for step, loss in enumerate(losses, 1)]
-    pd.DataFrame(rows, columns=["run", "step", "loss"]).to_csv(out / "train.csv", index=False)
+    frame = pd.DataFrame(rows, columns=["run", "step", "loss"]).assign(**origin(describe()))
+    frame.to_csv(out / "train.csv", index=False)
     picture(curves, out / "train.png")
     return curves
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from fusedtp.bench.cases import SHORT_DTYPES, TITLES
-from fusedtp.bench.frames import CASE, cases, each, frame_of, overall, records, timed
+from fusedtp.bench.cases import ALONE, SCHEDULES, SEQUENTIAL, SHORT_DTYPES, TITLES
+from fusedtp.bench.digest import digest
+from fusedtp.bench.frames import CASE, blocks, cases, each, frame_of, overall, records, timed
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.tables import milliseconds
 
@@ -36,57 +37,95 @@ def as_written(path: Path, name: str, content: str, variable: str) -> None:
         assert text == made, f"{variable}=write writes it anew"
 
 
-def measured_line(rows: Sequence[Measurement]) -> str:
-    """Return markdown of the forward speed-ups of `decomposed`: over all single matmuls, and over models' matmuls."""
+def stale(digests: Collection[str], layer: str = "") -> str:
+    """Return a sentence if rows of these digests timed other code than today's, else "".
+
+    It is the same whatever today's digest is, so only the first change makes a document out of date.
+    """
+    others = sorted({each or "unknown" for each in digests} - {digest(0, layer)})
+    if not others:
+        return ""
+    return f"The timed code has changed since these rows were measured (their digest: {', '.join(others)})."
+
+
+WORLD_SIZE = 2
+# Ours, and what is no whole op: other variants are other implementations.
+_OURS = (*ALONE, SEQUENTIAL, *SCHEDULES[1:], "auto")
+
+
+def _shown(rows: Sequence[Measurement]) -> pd.DataFrame:
+    # Return the forward lines on two ranks, one a core: more ranks than cores take turns.
     frame = timed(frame_of(rows))
-    frame = frame[frame["direction"] == "forward"]
-    said, of_model = [], frame["model"] != ""
-    for what, lines in (("single matmuls", frame[~of_model]), (f"matmuls of {each(frame, 'model')}", frame[of_model])):
-        ours, torchs = (
-            lines[lines["variant"] == variant].set_index(CASE)["median_ms"] for variant in ("decomposed", "dtensor")
-        )
-        over_torch = (torchs / ours).dropna()
-        (found,) = (line for line in records(overall(lines)) if line["schedule"] == "decomposed")
-        ends = f"{found['worst']:.2f} to {found['best']:.2f}"
-        counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
-        said.append(
-            f"{found['cases']} {what}: {found['mean']:.2f} times as fast as `unfused` ({ends}; {counts}). On "
-            f"the {len(over_torch)} of these that torch's ColwiseParallel and RowwiseParallel can do, "
-            f"{statistics.geometric_mean(over_torch):.2f} times as fast as those"
-        )
-    first = records(frame)[0]
-    return (
-        f"- Measured on {first['cores']} cores of {first['cpu']}, 2 and 4 ranks, forward, geometric means: "
-        "`decomposed` (matmuls by chunk while the next chunk travels) against `unfused` (collective, then matmul). "
-        f"{said[0]}.\n- The same for {said[1]}."
-    )
+    return frame[(frame["direction"] == "forward") & (frame["world_size"] == WORLD_SIZE)]
 
 
-def measured_table(rows: Sequence[Measurement], *, world_size: int = 2, dtype: str = "float32") -> str:
-    """Return markdown of forward cases at one world size and dtype: medians in ms, speed-up, ratio to the matmul."""
-    frame = frame_of(rows)
-    shown = timed(frame[(frame["direction"] == "forward") & (frame["model"] == "")])
-    shown = shown[(shown["world_size"] == world_size) & (shown["dtype"] == dtype)]
+def measured_line(rows: Sequence[Measurement]) -> str:
+    """Return markdown of the forward speed-ups of `decomposed` on two ranks: over single matmuls, and of a block."""
+    frame = _shown(rows)
+    lines = frame[frame["model"] == ""]
+    by_case = lines.set_index(CASE)["median_ms"]
+    medians = {name: by_case[(lines["variant"] == name).values] for name in ("unfused", SEQUENTIAL, "decomposed")}
+    medians["other"] = by_case[~lines["variant"].isin(_OURS).values].groupby(CASE, observed=True).min()
+    ratios = {name: (median / medians["decomposed"]).dropna() for name, median in medians.items() if len(median)}
+    assert {len(each) for each in ratios.values()} == {len(medians["decomposed"])}, "a variant is missing in some cases"
+    mean = {name: f"{statistics.geometric_mean(each):.2f}" for name, each in ratios.items()}
+    (found,) = (line for line in records(overall(lines)) if line["schedule"] == "decomposed")
+    counts = f"{found['faster']} faster, {found['same']} the same, {found['slower']} slower"
+    first = records(lines)[0]
+    # Rows from before there was `sequential` cannot say what overlap gains.
+    overlap = "What of this is overlap was not measured."
+    if SEQUENTIAL in mean:
+        overlap = (
+            f"Of this, overlap gains {mean[SEQUENTIAL]}: that is its speed over `sequential`, our own collective over "
+            "the same shared memory, then one matmul. The rest is transport: shared memory in place of torch's gloo."
+        )
+    said = [
+        f"- Measured on {first['cores']} cores of {first['cpu']}, {WORLD_SIZE} ranks, forward, {found['cases']} single "
+        f"matmuls, geometric means: `decomposed` (matmuls by chunk, over shared memory) is {mean['unfused']} times as "
+        f"fast as `unfused` (torch's collective, then the matmul; {found['worst']:.2f} to {found['best']:.2f}; "
+        f"{counts}), and {mean['other']} times as fast as the fastest other in each case, `unfused` or torch's "
+        f"ColwiseParallel and RowwiseParallel. {overlap}"
+    ]
+    for shared, totals in blocks(frame):
+        other = min(ms for name, ms in totals.items() if name not in _OURS)
+        over = {"`unfused`": totals["unfused"], "`sequential`": totals.get(SEQUENTIAL), "the fastest other": other}
+        told = ", ".join(f"{ms / totals['decomposed']:.2f} over {name}" for name, ms in over.items() if ms)
+        said.append(f"- A block of {shared['model']}, its four matmuls together, at {shared['tokens']} tokens: {told}.")
+    if old := stale(set(frame["digest"])):
+        said.append(f"- {old}")
+    return "\n".join(said)
+
+
+def measured_table(rows: Sequence[Measurement], *, dtype: str = "float32") -> str:
+    """Return markdown of forward cases on two ranks in one dtype: medians in ms, speed-ups, ratio to the matmul."""
+    shown = _shown(rows)
+    shown = shown[(shown["model"] == "") & (shown["dtype"] == dtype)]
+    names = ["matmul", "unfused", "dtensor", SEQUENTIAL, "decomposed"]
+    ratios = ["speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction"]
     lines = [
-        "| op | M x N x K | matmul alone, ms | unfused, ms | DTensor, ms | decomposed, ms | speed-up | of matmul |",
-        "|---|---|---:|---:|---:|---:|---:|---:|",
+        "| op | M x N x K | matmul alone, ms | unfused, ms | DTensor, ms | sequential, ms | decomposed, ms "
+        "| over unfused | over sequential | of matmul |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for first, case in cases(shown):
-        ours = case.reindex(["decomposed"])[["speedup_vs_unfused", "matmul_fraction"]].iloc[0]
-        if ours.notna().all():
-            medians = case["median_ms"].reindex(["matmul", "unfused", "dtensor", "decomposed"])
-            numbers = ["" if pd.isna(median) else milliseconds(median) for median in medians]
-            numbers += [f"{ratio:.2f}" for ratio in ours]
+        ours = case.reindex(["decomposed"])[ratios].iloc[0]
+        if ours.notna().any():
+            numbers = ["" if pd.isna(median) else milliseconds(median) for median in case["median_ms"].reindex(names)]
+            numbers += ["" if pd.isna(ratio) else f"{ratio:.2f}" for ratio in ours]
             lines.append(f"| {TITLES[first['op']]} | {first['size']} | {' | '.join(numbers)} |")
     first, commits = records(shown)[0], each(shown.assign(commit=shown["commit"].str[:12]), "commit")
     cpu = f"{first['cpu']} ({first['cores']} cores)"
     lines += [
         "",
-        f"Medians over interleaved rounds, the slowest rank of each: {world_size} ranks, one thread each, "
-        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}. DTensor: torch's styles. Speed-up: "
-        "unfused / decomposed. Of matmul: the matmul alone / decomposed; 1 where all communication is hidden, more "
-        "where chunks suit the caches better than the whole.",
+        f"Medians over interleaved rounds, the slowest rank of each: {WORLD_SIZE} ranks, one thread each, "
+        f"{SHORT_DTYPES[dtype]}, {cpu}, torch {first['torch']}, commit {commits}, digest of the timed code "
+        f"{each(shown, 'digest')}. DTensor: torch's styles. sequential: our own collective over shared memory, and one "
+        "matmul, in turn. Over unfused: unfused / decomposed, what a user gains. Over sequential: sequential / "
+        "decomposed, what overlap gains. Of matmul: the matmul alone / decomposed; 1 where all communication is "
+        "hidden, more where chunks suit the caches better than the whole.",
     ]
+    if old := stale(set(shown["digest"])):
+        lines += ["", old]
     return "\n".join(lines)
 
 
@@ -108,4 +147,7 @@ def decode_table(frame: pd.DataFrame) -> str:
         f"{first['dtype']}, {first.cpu} ({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. "
         "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is torch with nothing sent.",
     ]
+    digests = set(frame["digest"]) if "digest" in frame else {""}
+    if old := stale(digests, "decode"):
+        lines += ["", old]
     return "\n".join(lines)

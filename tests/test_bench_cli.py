@@ -28,7 +28,7 @@ from .command import command, folded
 
 MakeRow = Callable[..., Measurement]
 ONLY = ("--schedule", "decomposed", "--baseline", "none")
-BASIC = ("matmul", "comm", "unfused", "decomposed")
+BASIC = ("matmul", "comm", "unfused", "sequential", "decomposed")
 TINY = ("--op", "all_gather_matmul", "--dtype", "float32", "--shape", "24,20,16", "--rounds", 3)
 
 
@@ -98,8 +98,8 @@ def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, str])
     before = stored(out)
     command("sweep", "--world-size", "1,2", *TINY, *ONLY, "--out", out)
     rows = stored(out)
-    # on two ranks four variants replace nine; on one rank all four are new
-    assert len(rows) == len(before) - 9 + 4 + 4
+    # on two ranks five variants replace ten; on one rank all five are new, one of them not run
+    assert len(rows) == len(before) - 10 + 5 + 5
     (picture,) = out.glob("*/sweep.png")
     picture.unlink()
     assert "24 x 20 x 16 fp32" in command("report", "--out", out)
@@ -140,10 +140,10 @@ def test_failed_check_is_a_row_without_a_number_and_exit_code_1(
     only = ("--schedule", "unfused", "--baseline", "none")
     said = command("sweep", "--world-size", 2, *TINY, *only, "--out", tmp_path, code=1)
     assert "[2] elements wrong" in said
-    assert "3 of 4 rows did not pass" in said
+    assert "4 of 5 rows did not pass" in said
     (path,) = tmp_path.glob("*/sweep.csv")
     failed = [row for row in store.read(path) if not row.passed]
-    assert [row.variant for row in failed] == ["matmul", "comm", "unfused"]
+    assert [row.variant for row in failed] == ["matmul", "comm", "unfused", "sequential"]
     assert {(row.median_ms, row.max_error, row.rounds) for row in failed} == {(None, None, 0)}
 
 
@@ -221,7 +221,7 @@ def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytes
 
 def test_headings_differ_in_eighty_columns(make_row: MakeRow) -> None:
     names = {"matmul": 1.0, "unfused": 3.0, "decomposed": 2.0, "fused": 1.5, "auto": 1.5}
-    ratios = {"speedup_vs_unfused": 1.5, "matmul_fraction": 0.5, "overlap_efficiency": 0.25}
+    ratios = {"speedup_vs_unfused": 1.5, "matmul_fraction": 0.5, "hidden": 0.25}
     table = times(frame_of([make_row(variant=name, median_ms=ms, **ratios) for name, ms in names.items()]), "forward")
     written = StringIO()
     table.print(Console(width=80, file=written), "op")

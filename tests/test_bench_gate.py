@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from unittest import mock
 
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import reference
 from fusedtp.bench import oracle, problem
-from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, Case
+from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, SEQUENTIAL, Case
 from fusedtp.bench.jobs import Job, missing
 from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
@@ -21,7 +22,7 @@ from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import Outcome, rows_of
 from fusedtp.bench.sweep import run_job
-from fusedtp.bench.timing import Verdict, gate
+from fusedtp.bench.timing import Verdict, gate, measure_checked
 
 from .harness import spread
 
@@ -29,8 +30,8 @@ CPU = torch.device("cpu")
 # By number of ranks; even for two, as torch's styles require.
 SHAPES = {1: (33, 34, 35), 2: (70, 66, 96), 3: (70, 66, 97)}
 SHAPE = SHAPES[2]
-VARIANTS = (*BOUNDS, "unfused", "decomposed", "auto", "dtensor")
-SCALED = ("matmul", "unfused", "decomposed")
+VARIANTS = (*BOUNDS, "unfused", SEQUENTIAL, "decomposed", "auto", "dtensor")
+SCALED = ("matmul", "unfused", SEQUENTIAL, "decomposed")
 
 Plant = Callable[[Tensor, int], Tensor]
 Verdicts = dict[tuple[str, str, str], Verdict]
@@ -110,6 +111,15 @@ def verdicts_of(
                 runs = [name for name in variants if not missing(name, case, direction, 0)]
                 for variant, verdict in gate(operands, runs, group, direction).items():
                     found[op, direction, variant] = verdict
+                if plant is None:
+                    # Right ones stay right while the operands change.
+                    runners = {variant: operands.runner(variant, direction) for variant in runs}
+                    timed = measure_checked(operands, runners, group, direction, rounds=2)
+                    found |= {(op, direction, variant): verdict for variant, (_, verdict) in timed.items()}
+                    assert set(operands.doubled.values()) <= {1, 2}
+                    assert bool(operands.doubled) == bool(runs)
+                    operands.forget_runners()
+                    assert not operands.doubled
     return found
 
 
@@ -166,6 +176,43 @@ def job_with_one_planted(group: ProcessGroup, wrong: str, plant: Plant, job: Job
         return run_job(group, job)
 
 
+def unfinished(out: Tensor, rank: int) -> Tensor:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return AsyncCollectiveTensor(out)  # type: ignore[no-any-return]
+
+
+def written_later(out: Tensor, rank: int) -> Tensor:
+    late = torch.empty_like(out)
+    threading.Timer(0.05, late.copy_, (out,)).start()
+    return late
+
+
+@pytest.mark.parametrize(
+    ("plant", "text"),
+    [(unfinished, "y is an unfinished AsyncCollectiveTensor"), (written_later, "elements are wrong")],
+)
+def test_an_unfinished_result_is_refused(pool: RankPool, plant: Plant, text: str) -> None:
+    for verdicts in pool.run(verdicts_of, "float32", ("unfused", "dtensor"), ("forward",), plant, world_size=2):
+        for verdict in verdicts.values():
+            assert text in verdict.error
+
+
+def kinds_of_results(group: ProcessGroup) -> set[str]:
+    """Return the types of all results of torch's styles, and of ours."""
+    found = set()
+    with torch.no_grad():
+        for op, direction in itertools.product(OPS[:2], DIRECTIONS):
+            operands = Problem(Case(op, *SHAPE, "float32", group.size()), group, CPU)
+            for variant in ("unfused", "decomposed", "dtensor"):
+                found |= {type(out).__name__ for out in operands.runner(variant, direction)()}
+    return found
+
+
+def test_every_runner_returns_finished_tensors(pool: RankPool) -> None:
+    assert pool.run(kinds_of_results, world_size=2) == [{"Tensor"}] * 2
+
+
 @pytest.mark.parametrize(
     ("wrong", "plant"), spread(["unfused", "decomposed", "dtensor"], [scaled, tile_missing, last_row_wrong])
 )
@@ -184,6 +231,81 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 
 
+Cheat = Callable[[Runner, Problem], Runner]
+
+
+def keeps_first(run: Runner, operands: Problem) -> Runner:
+    kept: list[Results] = []
+
+    def cheat() -> Results:
+        kept[:] = kept or [run()]
+        return kept[0]
+
+    return cheat
+
+
+def every_second_call(run: Runner, operands: Problem) -> Runner:
+    kept: list[Results] = []
+
+    def cheat() -> Results:
+        kept.append(kept[-1] if len(kept) % 2 else run())
+        return kept[-1]
+
+    return cheat
+
+
+def zeros_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else tuple([torch.zeros_like(part) for part in run()])  # type: ignore[arg-type]
+
+
+def one_number_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else (torch.zeros(1),)
+
+
+def fails_later(run: Runner, operands: Problem) -> Runner:
+    calls = itertools.count()
+    return lambda: run() if next(calls) < 3 else (None,)  # type: ignore[return-value]
+
+
+def misses_a_chunk_at_last(run: Runner, operands: Problem) -> Runner:
+    # Wrong in the last of 3 rounds alone, in one row.
+    calls = itertools.count()
+    return lambda: tuple([
+        last_row_wrong(part, 0) if next_call == 5 else part  # type: ignore[arg-type]
+        for next_call in [next(calls)] for part in run()
+    ])  # fmt: skip
+
+
+CHEATS = [keeps_first, every_second_call, zeros_later, one_number_later, fails_later, misses_a_chunk_at_last]
+
+
+def job_with_a_cheat(group: ProcessGroup, wrong: str, cheat: Cheat, job: Job) -> list[Outcome]:
+    class Cheated(Problem):
+        def _runner(self, variant: str, direction: str) -> Runner:
+            run = super()._runner(variant, direction)
+            return cheat(run, self) if variant == wrong else run
+
+    with mock.patch.object(problem, "Problem", Cheated):
+        return run_job(group, job)
+
+
+@pytest.mark.parametrize(("op", "wrong", "cheat"), spread(OPS, ["decomposed", "unfused"], CHEATS))
+def test_what_is_wrong_in_the_timed_rounds_alone_gets_no_number(
+    pool: RankPool, op: str, wrong: str, cheat: Cheat
+) -> None:
+    job = Job(Case(op, *SHAPE, "float32", 2), (*BOUNDS, "unfused", "decomposed"), True, 0.0, 3, DIRECTIONS)
+    outcomes, others = pool.run(job_with_a_cheat, wrong, cheat, job, world_size=2)
+    assert [each.gate for each in outcomes] == [each.gate for each in others]
+    for row in rows_of(job.case, outcomes, describe()):
+        if row.variant == wrong:
+            assert row.gate.startswith("right at first, but not in the timed rounds: "), (cheat, row)
+            assert row.median_ms is row.speedup_vs_unfused is None
+        else:
+            assert row.passed == (row.median_ms is not None), row
+
+
 @pytest.mark.parametrize(
     ("dtype", "world_size"), [*spread(DTYPES, [2, 3, 1]), (FLOAT8, 2), (FLOAT8, 3), (MXFP8, 1), (MXFP8, 3)]
 )
@@ -195,6 +317,8 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
     ran = {variant: {op for op, _, each in everyone[0] if each == variant} for variant in variants}
     has_dtensor = world_size == 2 and not is_float8
     assert ran.pop("dtensor") == ({"all_gather_matmul", "matmul_reduce_scatter"} if has_dtensor else set())
+    # One rank has nothing to send.
+    assert ran.pop(SEQUENTIAL) == (set(OPS) if world_size > 1 else set())
     assert ran.pop("own_matmul") == (set() if is_float8 else set(OPS))
     assert all(ops == set(OPS) for ops in ran.values())
     for verdicts in everyone:

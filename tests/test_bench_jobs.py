@@ -67,7 +67,7 @@ def test_plan_covers_by_default_every_op_world_size_dtype_and_direction_and_else
     jobs = plan(request, 0)
     assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
     asked = {(job.variants, job.directions) for job in jobs}
-    assert asked == {((*BOUNDS, "unfused", "decomposed"), ("forward",))}
+    assert asked == {((*BOUNDS, "unfused", "sequential", "decomposed"), ("forward",))}
     both = plan(replace(request, directions=("backward", "both")), 0)
     assert {job.directions for job in both} == {("backward", "both")}
 
@@ -152,7 +152,7 @@ def test_a_job_may_take_as_long_as_its_arithmetic() -> None:
     # a long job does not time the same library call again
     assert small.variants_of("forward") == ("matmul", "comm", "unfused", "decomposed", "auto")
     assert large.variants_of("forward") == ("matmul", "comm", "unfused")
-    assert {each.variant for each in large.absent} == {"decomposed", "auto", *providers.usual()}
+    assert {each.variant for each in large.absent} == {"sequential", "decomposed", "auto", *providers.usual()}
 
 
 def test_models_have_their_published_number_of_parameters() -> None:
@@ -199,22 +199,34 @@ def test_traffic_and_flops() -> None:
 
 def test_ratios_by_hand() -> None:
     case = Case(ALL_REDUCE, 1000, 1000, 1000, "float32", 4)
-    medians = {"matmul": 10.0, "comm": 4.0, "unfused": 14.0, "decomposed": 11.0}
+    medians = {"matmul": 10.0, "comm": 4.0, "unfused": 14.0, "sequential": 12.0, "decomposed": 11.0}
 
     def found(variant: str, direction: str = "forward", case: Case = case, **given: float) -> dict[str, Any]:
         return ratios(case, direction, variant, given or medians)
 
-    expected = {"speedup_vs_unfused": 14 / 11, "matmul_fraction": 10 / 11, "overlap_efficiency": 1 - 1 / 4}
+    expected = {
+        "speedup_vs_unfused": 14 / 11,
+        "speedup_vs_sequential": 12 / 11,
+        "matmul_fraction": 10 / 11,
+        "hidden": 1 / 2,
+    }
     expected |= {"bound_ms": 10.0, "tflops": 2e9 / 4 / 11e-3 / 1e12}
     got = found("decomposed")
     assert {name: got.get(name) for name in expected} == pytest.approx(expected)
     comm = found("comm")
     assert comm.get("algbw_gbps") == pytest.approx(4e6 / 4e-3 / 1e9)
     assert comm.get("busbw_gbps") == pytest.approx(4e6 / 4e-3 / 1e9 * 2 * 3 / 4)
-    assert {comm.get(name) for name in ("tflops", "speedup_vs_unfused", "overlap_efficiency")} == {None}
+    assert {comm.get(name) for name in ("tflops", "speedup_vs_unfused", "hidden")} == {None}
+    # What overlaps nothing hides nothing, whatever its transport gains over unfused.
+    assert (found("sequential")["hidden"], found("sequential")["speedup_vs_unfused"]) == (0.0, 14 / 12)
+    assert found("unfused")["hidden"] == pytest.approx(-1.0)
+    # Without `sequential` nothing is said of overlap, nor where it takes no longer than the matmul.
+    without = found("decomposed", **{name: ms for name, ms in medians.items() if name != "sequential"})
+    assert {without.get("hidden"), without.get("speedup_vs_sequential")} == {None}
+    assert found("decomposed", **{**medians, "sequential": 9.5}).get("hidden") is None
     # backward sends nothing: the bound is the matmul alone, and there is nothing to hide
     backward = found("decomposed", "backward", **{**medians, "unfused": 10.5})
-    assert (backward.get("bound_ms"), backward.get("overlap_efficiency")) == (10.0, None)
+    assert (backward.get("bound_ms"), backward.get("hidden")) == (10.0, None)
     # no ratio to a bound or baseline that was refused
     alone = found("decomposed", decomposed=11.0, comm=4.0)
     assert {alone.get(name) for name in ("speedup_vs_unfused", "matmul_fraction", "bound_ms")} == {None}

@@ -7,6 +7,7 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fusedtp.bench import store
@@ -19,9 +20,9 @@ from fusedtp.bench.timing import Verdict
 
 ROW = Measurement(
     op="all_gather_matmul", variant="decomposed", M=4096, N=512, K=4096, dtype="float32", world_size=2,
-    direction="forward", model="llama3-8b", tokens=4096, layer="mlp up", median_ms=95.25, p20_ms=94.5, p80_ms=97.0,
+    direction="forward", model="llama3-8b", tokens=4096, layer="mlp up", median_ms=95.25, p20_ms=94.4, p80_ms=97.55,
     total_ms=480.5, rounds=5, rounds_ms=(94.0, 94.5, 95.25, 97.0, 99.75), speedup_vs_unfused=1.625,
-    matmul_fraction=0.96875, tflops=0.125, bound_ms=94.0, overlap_efficiency=0.875, gate="passed",
+    matmul_fraction=0.96875, tflops=0.0901885, bound_ms=94.0, hidden=0.875, gate="passed",
     max_error=0.00048828, error_ratio=0.0078125, path="decomposed: asked for", machine="cpu-some-2c",
     cpu='Some, CPU "quoted"', cores=2, links="shared memory", threads=1, backend="gloo", python="3.11.7",
     torch="2.13.0+cpu", triton="3.7.1", commit="0123456789ab", dirty=True, time_utc="2026-01-02T03:04:05Z",
@@ -56,7 +57,7 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
         writer.writerows(lines)
     assert store.read(path) == [replace(ROW, rounds_ms=()), REFUSED]
     # a new row has its rounds, beside rows without
-    new = replace(ROW, M=8192)
+    new = replace(ROW, M=8192, tflops=None)
     assert store.update(path, [new]) == store.read(path) == [replace(ROW, rounds_ms=()), REFUSED, new]
 
 
@@ -89,11 +90,84 @@ def test_outcomes_of_several_launches_are_joined() -> None:
     assert one == first[0]
 
 
+def case_rows(launch: int = 0) -> list[Measurement]:
+    """Return the rows of a run of one case."""
+    case, outcomes = Case("all_gather_matmul", 512, 256, 128, "float32", 2), []
+    random = np.random.default_rng(launch)
+    for place, variant in enumerate(("matmul", "comm", "unfused", "sequential", "decomposed", "dtensor")):
+        rounds = (10.0 + place) * random.lognormal(0, 0.02, 7)
+        outcomes.append(Outcome(variant, "forward", Verdict(), Timing.of(rounds.tolist()), threads=1))
+    return rows_of(case, outcomes, describe())
+
+
+NUMBERS_OF_A_CASE = [
+    "median_ms", "p20_ms", "p80_ms", "total_ms", "rounds_ms", "speedup_vs_unfused", "speedup_vs_sequential",
+    "matmul_fraction", "hidden", "tflops", "bound_ms", "algbw_gbps", "busbw_gbps",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.98, 1.03])
+@pytest.mark.parametrize("name", NUMBERS_OF_A_CASE)
+def test_rows_that_contradict_themselves_are_refused(path: Path, name: str, factor: float) -> None:
+    rows = case_rows()
+    store.write(path, rows)
+    assert [row.variant for row in store.read(path)] == [row.variant for row in rows]
+    changed = 0
+    for place, row in enumerate(rows):
+        value = getattr(row, name)
+        if not value or (name == "hidden" and abs(value * (factor - 1)) < 2e-3):
+            continue
+        other = tuple(factor * each for each in value) if name == "rounds_ms" else factor * value
+        changed += 1
+        store.write(path, [*rows[:place], replace(row, **{name: other}), *rows[place + 1 :]])
+        with pytest.raises(ValueError, match=rf"row {place + 1}, column \w+: .* (give|is not between)"):
+            store.read(path)
+    assert changed
+
+
+@pytest.mark.parametrize("name", ["median_ms", "all times"])
+def test_halved_times_with_halved_ratios_are_refused(path: Path, name: str) -> None:
+    """A variant is made twice as fast in every number but its rounds, or in its rounds too."""
+    times = ("median_ms", "p20_ms", "p80_ms", "total_ms")
+    changed = []
+    for row in case_rows():
+        if row.variant == "decomposed":
+            half = {each: getattr(row, each) / 2 for each in times}
+            if name == "all times":
+                half["rounds_ms"] = tuple(each / 2 for each in row.rounds_ms)
+            else:
+                half["speedup_vs_unfused"] = 2 * (row.speedup_vs_unfused or 0)
+            row = replace(row, **half)
+        changed.append(row)
+    store.write(path, changed)
+    with pytest.raises(ValueError, match=r"row 5, column \w+: .*, but (its rounds|the medians of its case) give"):
+        store.read(path)
+
+
+OTHERS = {
+    "commit": "aaaaaaaaaaaa", "dirty": None, "torch": "2.11", "triton": "3.6.0", "python": "3.12.0",
+    "time_utc": "2020-01-01T00:00:00Z",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_rows_of_two_runs_in_one_case_are_refused(path: Path, name: str) -> None:
+    rows = case_rows()
+    other = replace(rows[-2], **{name: not rows[-2].dirty if name == "dirty" else OTHERS[name]})
+    store.write(path, [*rows[:-2], other, rows[-1]])
+    with pytest.raises(ValueError, match=rf"row 5, column {name}: .* in row 1 of the same case: not one run"):
+        store.read(path)
+    # Two cases may be of two runs, and a row without a time is compared with nothing.
+    untimed = dict.fromkeys(NUMBERS) | {"rounds_ms": (), "rounds": 0, "gate": store.NOT_RUN + "here"}
+    store.write(path, [*rows, replace(other, M=1024, tflops=None), replace(other, variant="fused", **untimed)])
+    assert len(store.read(path)) == len(rows) + 2
+
+
 TEXTS = ["=1+1", "+1", "-1", "@x", "\tx", "\rx", "'=1", "'quoted'", "nan", "NA", "None", "a'b", 'a,"b"', "a\r\nb"]
 
 
 def test_text_survives_and_cannot_start_a_formula(path: Path) -> None:
-    rows = [replace(ROW, gpu=text, M=number) for number, text in enumerate(TEXTS, 1)]
+    rows = [replace(ROW, gpu=text, M=number, tflops=None) for number, text in enumerate(TEXTS, 1)]
     store.write(path, rows)
     with path.open(newline="") as file:
         assert not any(cells["gpu"].startswith(("=", "+", "-", "@", "\t", "\r")) for cells in csv.DictReader(file))
@@ -109,9 +183,10 @@ def test_a_byte_order_mark_of_a_spreadsheet_is_no_part_of_the_header(path: Path)
 
 def test_update_replaces_whole_cases(path: Path) -> None:
     # the same size in another direction or block is a different case
-    others = [replace(ROW, M=8192), replace(ROW, direction="backward"), replace(ROW, layer="mlp down"), REFUSED]
-    store.write(path, [ROW, replace(ROW, variant="unfused"), *others])
-    again = replace(ROW, median_ms=95.0)
+    row = replace(ROW, speedup_vs_unfused=None, tflops=None)
+    others = [replace(row, M=8192), replace(row, direction="backward"), replace(row, layer="mlp down"), REFUSED]
+    store.write(path, [row, replace(row, variant="unfused"), *others])
+    again = replace(row, path="auto")
     assert store.update(path, [again]) == [*others, again]
     assert store.read(path) == [*others, again]
 

@@ -141,7 +141,13 @@ def test_command(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/timeline.json")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     found = recorded.read(path)
-    assert found.schedules == ["decomposed", "unfused"]
+    assert found.schedules == ["decomposed", "sequential", "unfused"]
+    # `sequential` multiplies once, after all that it copies and waits for.
+    for rank in range(2):
+        marks = [mark for mark in found.of("sequential") if mark.rank == rank and mark.kind != "call"]
+        (multiply,) = (mark for mark in marks if mark.kind == "multiply")
+        assert marks[-1] is multiply
+        assert all(mark.begin_us + mark.length_us <= multiply.begin_us for mark in marks[:-1])
     assert found.title() == "all-gather + matmul, 64 x 48 x 32 fp32 on 2 ranks"
     assert found.about["rounds"] == 3
     for schedule in found.schedules:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.bench import timing
 from fusedtp.bench.intervals import Timing
+from fusedtp.bench.operands import finished, is_unfinished
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, measure
 
@@ -79,3 +82,73 @@ def long_rounds(group: ProcessGroup, long_seconds: float) -> tuple[int, int]:
 def test_the_least_number_of_rounds(pool: RankPool) -> None:
     assert pool.run(long_rounds, 0.01, world_size=2) == [(LONG_ROUNDS, LONG_ROUNDS)] * 2
     assert pool.run(long_rounds, 10.0, world_size=2) == [(MIN_ROUNDS, MIN_ROUNDS)] * 2
+
+
+LATE_SECONDS = 0.02
+
+
+def asynchronous(group: ProcessGroup) -> dict[str, Any]:
+    """Return closures whose results rank 1 delays, by the kind of value that they return."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, ones = DeviceMesh.from_group(group, "cpu"), torch.ones(2, 3)
+    term = DTensor.from_local(ones, mesh, [Partial()], run_check=False)
+
+    def reduced() -> torch.Tensor:
+        return functional.all_reduce(ones, "sum", group)
+
+    def leaf() -> torch.Tensor:
+        # A gradient, as torch's styles leave it.
+        x = ones.clone().requires_grad_()
+        x.grad = reduced()
+        return x
+
+    def future() -> Any:
+        found: Any = torch.futures.Future()
+        threading.Timer(LATE_SECONDS, found.set_result, (ones * group.size(),)).start()
+        return found
+
+    return {
+        "tensor": lambda: (reduced(),),
+        "nested": lambda: [{"y": (reduced(),)}, reduced()],
+        "dtensor": lambda: term.redistribute(placements=[Replicate()], async_op=True),
+        "gradient": lambda: {"dx": leaf().grad},
+        "work": lambda: dist.all_reduce(ones.clone(), group=group, async_op=True),
+        "future": future,
+    }
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dist.Work):
+        return []
+    return [each for part in (value.values() if isinstance(value, dict) else value) for each in tensors_of(part)]
+
+
+def waits_for_each_kind(group: ProcessGroup) -> dict[str, tuple[float, list[tuple[str, list[Any]]]]]:
+    """Return for each closure its time, where rank 1 begins each call late, and the tensors once `finished`."""
+    clock, found = timing._HostClock(group), {}
+    for name, run in asynchronous(group).items():
+
+        def late(run: Callable[[], object] = run) -> object:
+            if group.rank() == 1:
+                time.sleep(LATE_SECONDS)
+            return run()
+
+        value = finished(run())
+        assert not any(is_unfinished(each) for each in tensors_of(value))
+        told = [(type(each).__name__, each.tolist()) for each in tensors_of(value)]
+        found[name] = min(clock.iteration(late)[0] for _ in range(3)), told
+    return found
+
+
+def test_the_clock_stops_when_every_part_of_a_result_is_finished(pool: RankPool) -> None:
+    for found in pool.run(waits_for_each_kind, world_size=2):
+        for name, (own_ms, told) in found.items():
+            assert told or name == "work"
+            assert all(each == ("Tensor", [[2.0] * 3] * 2) for each in told), (name, told)
+            # On rank 0 this is the wait for rank 1.
+            assert own_ms >= 0.8e3 * LATE_SECONDS, name

@@ -1,8 +1,7 @@
-"""FSDP2 with `fusedtp.fsdp.use`: outputs, gradients and states are those of FSDP2 with the process group's collectives."""
+"""FSDP2 with `fusedtp.fsdp.use`: results, gradients and states are those with the process group's collectives."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp import cost
-from fusedtp.bench import cli_predict, store, tables
+from fusedtp.bench import cli_predict, store, tables, timeline
+from fusedtp.bench.cases import OWN, SEQUENTIAL
 from fusedtp.bench.frames import frame_of
+from fusedtp.bench.jobs import Request, plan
 from fusedtp.bench.layers import SUITES
+from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.store import origin
 
 from . import generated, published
 from .published import README
@@ -57,8 +61,22 @@ def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
     assert not any(row.failed for row in rows)
     as_written("README.md", "summary", generated.measured_line(rows))
     as_written("docs/measured.md", "measured", generated.measured_table(rows))
-    of_models = frame_of(row for row in rows if row.model)
-    assert f'"{tables.verdict(of_models)[0].partition(", no difference")[0]}"' in README
+    of_models = [row for row in rows if row.model]
+    assert f'"{tables.verdict(frame_of(of_models))[0].partition(", no difference")[0]}"' in README
+    # The command beside the line gives these rows.
+    said = re.search(r"`fusedtp sweep --model (\S+) --tokens (\S+) --world-size (\d+)`", README)
+    assert said is not None
+    tokens = tuple(map(int, said[2].split(",")))
+    jobs = plan(Request(world_sizes=(int(said[3]),), models=(said[1],), tokens=tokens), 0)
+    assert {(row.model, row.tokens, row.layer, row.world_size, row.direction) for row in of_models} == {
+        (job.case.model, job.case.tokens, job.case.layer, job.case.world_size, direction)
+        for job in jobs for direction in job.directions
+    }  # fmt: skip
+
+
+def test_the_first_picture_shows_sequential_between_the_two() -> None:
+    found = timeline.read((published.ROOT / "docs" / "pictures" / "timeline.png").resolve().with_suffix(".json"))
+    assert sorted(found.schedules, key=OWN.index) == ["unfused", SEQUENTIAL, "decomposed"]
 
 
 def test_the_prediction_is_what_the_command_says() -> None:
@@ -87,3 +105,17 @@ def test_table_of_few_tokens_comes_from_results() -> None:
         (ranks, tokens) for ranks in SUITES["decode"].world_sizes for tokens, *_ in SUITES["decode"].sizes
     }
     as_written("docs/measured.md", "decode", generated.decode_table(frame))
+
+
+def test_every_column_of_results_is_explained() -> None:
+    said = (RESULTS / "README.md").read_text()
+    explained, about = set(re.findall(r"`(\w+)`", said)), set(origin(describe()))
+    assert set(store.COLUMNS) - explained == set()
+    files = [path for path in RESULTS.glob("*/*.csv") if path.parent.name not in ("kernels", "published")]
+    for path in files:
+        assert f"`{path.name}`" in said
+        columns = set(pd.read_csv(path, nrows=1).columns)
+        # Files from before there was a digest have columns of their own.
+        if "digest" in columns:
+            assert columns <= explained, path
+            assert about <= columns, (path, about - columns)

@@ -60,6 +60,8 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
     backend.register_mem_pool(pool, symm=True)
 
     def gather() -> Results:
+        # x lies outside of the window, as the result of an earlier op would.
+        send.copy_(operands.x)
         ranks._allgather_base(receive, send).wait()
         return (torch.mm(receive, w_t),)
 
@@ -73,8 +75,6 @@ def runner(operands: Operands, group: ProcessGroup, direction: str) -> Runner:
         ranks.allreduce([send]).wait()
         return (send,)
 
-    if case.kind == "gather":
-        send.copy_(operands.x)
     run = {"gather": gather, "scatter": scatter, "all_reduce": all_reduce}[case.kind]
     return Closing(run, lambda: backend.deregister_mem_pool(pool))
 

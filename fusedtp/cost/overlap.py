@@ -388,6 +388,7 @@ class Model:
     def assumptions(self, data_parallel: int) -> tuple[str, ...]:
         """Return the assumptions that a reader of the numbers has to know."""
         machine, work = self.machine, self.work
+        unsure = [name for name, source in machine.sources.items() if source.startswith("assumed")]
         said = ["predicted, not measured", "every rank has an even share and arrives at the same time"]
         if work.flops and self.given is None:
             said.append(f"the library's matmul reaches {machine.matrix_fraction:.0%} of the rate of {machine.title}")
@@ -400,7 +401,9 @@ class Model:
             said.append(f"our kernel {does} on {machine.title}: no fused")
         elif work.flops and self.kernel_given is None and not machine.in_place:
             reaches = machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0)
-            said.append(f"our kernel reaches {reaches:.0%} of the library's matmul")
+            # Only a measurement on that machine is without the word.
+            is_assumed = "assumed" in machine.sources.get("kernel_fraction", "assumed")
+            (unsure if is_assumed else said).append(f"our kernel reaches {reaches:.0%} of the library's matmul")
         if work.tree:
             said.append("added up as a tree by fused alone; unfused is the usual order's, to compare with")
             if work.kind != "gather":
@@ -409,7 +412,6 @@ class Model:
             said.append(f"{self.n} ranks span domains of {machine.domain_size}: only unfused runs between them")
         if data_parallel > 1:
             said.append(f"{data_parallel} replicas exchange w's gradient at {machine.network_gbps:g} GB/s a GPU")
-        unsure = [name for name, source in machine.sources.items() if source.startswith("assumed")]
         return (*said, f"assumed, not measured there: {', '.join(unsure)}") if unsure else tuple(said)
 
 

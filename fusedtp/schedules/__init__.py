@@ -1,7 +1,7 @@
 """Table of the schedules: three ways to run a task, with the same verbs, operands and results.
 
     fused         persistent Triton kernels: one for a gather, two for a sum
-    decomposed    library matmuls by chunk, the next chunk in flight while one is multiplied
+    decomposed    library matmuls by chunk; on a GPU the next chunk is in flight while one is multiplied
     unfused       the collective, then the matmul, through the process group's backend: the baseline and the fallback
 
 The ops are rows of the table in `op`; `verbs` defines what a schedule provides for them. Operands are 2-D with any

@@ -1,4 +1,4 @@
-"""Library matmuls by chunk over symmetric memory, the next chunk in flight while one is multiplied.
+"""Library matmuls by chunk over symmetric memory. On a GPU the next chunk is in flight while one is multiplied.
 
 On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it in place, or it
 multiplies straight into its own arena, from which the owners add. On a GPU the copy engine pushes parts into the peers'
