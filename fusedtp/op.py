@@ -110,7 +110,7 @@ class Task:
     - `norm`, `eps`: of the sum; "" for none.
     - `leaves`: of the contraction, if it is added up as a tree, in float32 also between ranks; else 0.
     - `any_order`: whether the switch may add ranks' terms, in its own order.
-    - `whole`: whether X is a result of an all_gather_matmul too, the last one. Ranks need not agree on it.
+    - `whole`: whether X is a result of an all_gather_matmul too, the last one. Columns (dim 1) then travel as rows.
     """
 
     op: Op
@@ -174,6 +174,8 @@ class Task:
         if self.op.name == "all_gather_matmul":
             options["transposed"] = self.transposed
             options["activation"] = self.activation or "none"
+            if self.dim == 1:
+                options["whole"] = self.whole
         if self.op.algorithms:
             options["algorithm"] = self.algorithm
         if self.float8 is not None:

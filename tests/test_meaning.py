@@ -188,6 +188,7 @@ OTHERWISE: dict[str, tuple[Task, object]] = {
     "activation": (GATHERED, "relu"), "keeps": (replace(GATHERED, activation="silu"), True),
     "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),
     "norm": (SUMMED, op.LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
+    "whole": (replace(GATHERED, dim=1), True),
 }  # fmt: skip
 # Fields that may differ between ranks, and why.
 OWN = {"keeps": "a rank keeps its products for its own gradients, and they do not travel"}
