@@ -39,7 +39,7 @@ from .op import Options
 from .scaled import Scaled
 from .torch_private import is_in_torch_dispatch_mode
 
-# The ops, as they are in torch 2.11 to 2.15.
+# The ops, as they are in torch 2.11 to 2.14.
 SCHEMAS = (
     "fused_all_gather_matmul("
     "Tensor A, Tensor[] Bs, int gather_dim, str group_name, *, bool return_A=True) -> (Tensor?, Tensor[])",
