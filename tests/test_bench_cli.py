@@ -115,8 +115,8 @@ def test_every_launch_adds_its_rounds_to_the_timed_rows(tmp_path: Path, monkeypa
     assert all(len(row.rounds_ms) == row.rounds == sum(rounds) for row in rows)
     assert re.search(r"^3 steps", said, re.MULTILINE)
     assert "intervals over launches" in said
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     refused = folded(command("sweep", *given, "--launches", 2, code=2))
     assert "--launches starts fresh ranks" in refused
 
