@@ -66,6 +66,10 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("workspace: grows only if both are too small", "workspaces/workspace.py", "if half_bytes <= self.half_bytes and slots <= self.slots:", "if half_bytes <= self.half_bytes or slots <= self.slots:", "test_growth.py test_ops.py"),
     ("workspace: signals start at 0", "workspaces/workspace.py", ": -agreement.TEXT_BYTES // 4] = epoch", ": -agreement.TEXT_BYTES // 4] = 0", "test_ops_local.py"),
     ("workspace: an interrupted op may be repeated", "workspaces/workspace.py", "        if self._progress != _SENT:\n            self._progress = _NO_OP", "        if True:\n            self._progress = _NO_OP", "test_interruptions.py"),
+    ("streams: no edge between branches", "workspaces/streams.py", "stream.wait_event(capture.ended)", "pass", "test_streams.py"),
+    ("streams: a replay waits for nothing", "workspaces/streams.py", "            _driver().add_wait(stream.cuda_stream, self._done.cuda_event)\n", "", "test_streams.py"),
+    ("streams: nothing waits for a replay", "workspaces/streams.py", "stream != self._stream or self._captures:", "stream != self._stream:", "test_streams.py"),
+    ("streams: a replay ends with its first op", "workspaces/streams.py", "_driver().add_edges(graph, new, capture.record)", "pass", "test_streams.py"),
     ("memory: other users may read it", "memory/posix.py", "os.fchmod(file.number, 0o600)", "os.fchmod(file.number, 0o644)", "test_security.py"),
     ("locks: two threads in one group", "locks.py", "if (holder := _taken.setdefault(key, mine)) is not mine:", "if (holder := _taken.setdefault(key, mine)) is None:", "test_threads.py"),
     ("groups: a forked child uses its parent's", "groups.py", "and dist.group.WORLD is inherited:", "and dist.group.WORLD is None:", "test_interruptions.py"),
@@ -115,6 +119,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("local: no residual on one rank", "schedules/local.py", "        if epilogue.residual is not None:\n            out.add_(epilogue.residual)\n        return with_norm(epilogue.norm, out)", "        return with_norm(epilogue.norm, out)", "test_options.py test_ops_local.py"),
     # Layers and styles.
     ("autograd: a norm's gradients in one allocation", "calls/autograd.py", "map(torch.clone, sums)", "sums.unbind()", "test_layer_parameters.py -k memory"),
+    ("autograd: compiled autograd traces an op", "calls/autograd.py", "_gradients_outside if torch.compiler.is_compiling() else _eager_gradients", "_eager_gradients", "test_compiled_autograd.py -k changed"),
     ("parameters: a multi-tensor change goes unnoticed", "calls/parameters.py", "    on_multi_tensor_changes(count)\n", "    pass\n", "test_layer_parameters.py -k changed_before"),
     ("styles: a group overlooks other memory", "styles/grouped.py", "if not is_wrapped(mine):", "if False:", "test_fused_group.py -k changes_between"),
     ("styles: a group shares computed weights", "styles/grouped.py", "if linear.computes(\"weight\", \"bias\") or (not is_compiling", "if (not is_compiling", "test_computed_parameters.py"),
