@@ -197,7 +197,14 @@ def test_launched_where_the_port_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert "address already in use" in said
 
 
-NUMBERS = {"int": "1", "float | None": "1.5", "tuple[float, ...]": "1.5", "bool": "False", "str": "text"}
+NUMBERS = {
+    "int": "1",
+    "float | None": "1.5",
+    "tuple[float, ...]": "1.5",
+    "tuple[int, ...]": "",
+    "bool": "False",
+    "str": "text",
+}
 NAMES = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32", "gate": "passed"}
 # Not the ratio of these numbers.
 NAMES |= {"tflops": ""}

@@ -61,7 +61,7 @@ def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
     assert store.update(path, [new]) == store.read(path) == [replace(ROW, rounds_ms=()), REFUSED, new]
 
 
-LAUNCHED = replace(ROW, M=16, launches=(2, 3))
+LAUNCHED = replace(ROW, M=16, tflops=None, launches=(2, 3))
 
 
 def test_rounds_of_several_launches_are_kept_apart(path: Path) -> None:

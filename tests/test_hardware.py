@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,8 @@ def test_an_unknown_gpu_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def shared(rank0: str, own: str) -> Hardware:
         words[signal.HARDWARE.value] = number_of(of_gpu(rank0))
         arena = SimpleNamespace(tensors=[words.view(torch.uint8)])
-        rank = SimpleNamespace(device=torch.device("cuda", 1), _arena=arena, _gpu=number_of(of_gpu(own)))
+        rank = SimpleNamespace(device=torch.device("cuda", 1), _arena=arena, _hardware_number=number_of(of_gpu(own)))
+        rank._hardware_number_of = partial(Workspace._hardware_number_of, rank)  # type: ignore[arg-type]
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: own)
         return Workspace._shared_hardware(rank)  # type: ignore[arg-type]
 

@@ -128,11 +128,11 @@ def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypa
     output = command(*SWEEP, *asked, "--out", tmp_path / "out", code=1)
     (path,) = (tmp_path / "out").glob("*/sweep.csv")
     rows = store.read(path)
-    good = ("matmul", "comm", "unfused", "mine")
+    good = ("matmul", "comm", "unfused", "sequential", "mine")
     timed = [row for row in rows if row.median_ms is not None]
     assert [(row.variant, row.M) for row in timed] == [(variant, M) for M in (24, 26) for variant in good]
     assert all(row.passed and row.rounds == 3 for row in timed)
-    assert timed[3].speedup_vs_unfused is not None
+    assert timed[4].speedup_vs_unfused is not None
     gates = {M: {row.variant: row.gate for row in rows if row.M == M and row.variant not in good} for M in (24, 26)}
     # A plugin that cannot run is reported once.
     assert gates[24].pop("gone").startswith("not run: it does not load: ModuleNotFoundError")

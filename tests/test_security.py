@@ -156,7 +156,14 @@ DANGEROUS = ["=HYPERLINK(1)", "+1", "-1", "@SUM(A1)", "\t=1", "../../etc/passwd"
 
 @pytest.mark.parametrize("text", DANGEROUS)
 def test_a_cell_is_no_formula_and_no_second_cell(text: str, tmp_path: Path) -> None:
-    values = {"int": 1, "float | None": None, "tuple[float, ...]": (), "bool": False, "str": text}
+    values = {
+        "int": 1,
+        "float | None": None,
+        "tuple[float, ...]": (),
+        "tuple[int, ...]": (),
+        "bool": False,
+        "str": text,
+    }
     known = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32"}
     row = store.Measurement(**{field.name: values[str(field.type)] for field in fields(store.Measurement)} | known)
     path = tmp_path / "sweep.csv"
