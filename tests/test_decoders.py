@@ -6,6 +6,7 @@ import copy
 import io
 import re
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -83,10 +84,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def decoder(name: str, **changes: Any) -> Any:
-    """Make a float64 model (some parts compute in float32) with random scales and biases, as ones would hide faults."""
+    """Make a float64 model (some parts compute in float32) with random scales and biases, as ones would hide faults.
+
+    `name`: one of `MODELS`, or a class of transformers without ForCausalLM.
+    """
     import transformers
 
-    kind, given = MODELS[name]
+    kind, given = MODELS.get(name, (name, {}))
     settings = {**COMMON, **given, **changes}
     if kind == "GPTNeoX":
         del settings["num_key_value_heads"]
@@ -178,6 +182,55 @@ def test_as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bo
     with torch.inference_mode():
         how = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(model.generate(tokens[:, :6], **how), dense.generate(tokens[:, :6], **how))
+    # No attention takes the keys and values of heads that it does not have, under any name of the argument.
+    with torch.no_grad():
+        cache = dense(input_ids=tokens[:, :6], use_cache=True).past_key_values
+        more = {"input_ids": tokens[:, 6:], "past_key_values": cache}
+        if name in ("Llama with one key head", "LongcatFlash"):
+            close(model(**copy.deepcopy(more)).logits, dense(**more).logits, "after another model's keys and values")
+        else:
+            with pytest.raises(NotImplementedError, match="it was given a cache with keys and values of all heads"):
+                model(**more)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_caches(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """Every kind of cache works; gradients pass through one that the model has filled. Others are refused."""
+    from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+    for name in ("Llama", "Llama with one key head", "GPT-NeoX"):
+        dense, model = decoder(name), decoder(name)
+        fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+        tokens = tokens_of()
+        # A cache without a configuration makes its layers when they are filled.
+        for make in (DynamicCache, partial(DynamicCache, config=dense.config)):
+            for each in (dense, model):
+                each.zero_grad()
+                cache = make()
+                each(input_ids=tokens[:, :5], past_key_values=cache)
+                each(input_ids=tokens[:, 5:], past_key_values=cache).logits.square().sum().backward()
+            gradients_are_those_of(model, dense)
+        with torch.no_grad():
+            caches = [StaticCache(config=dense.config, max_cache_len=12) for _ in range(2)]
+            for part in tokens.split(5, 1):
+                ours, theirs = (
+                    each(input_ids=part, past_key_values=cache).logits
+                    for each, cache in zip((model, dense), caches, strict=True)
+                )
+                close(ours, theirs, f"{name} with a static cache")
+        (attention, *_) = (each for each in model.modules() if hasattr(each, "is_running"))
+        foreign = DynamicCache()
+        foreign.update(torch.ones(2, 3, 4, 4), torch.ones(2, 3, 4, 4), 0)
+        for args, named in (((None, foreign), {}), ((None,), {"a_name": foreign})):
+            with pytest.raises(NotImplementedError, match="given a cache with keys and values of 3 heads, and not "):
+                attention(*args, **named)
+        with pytest.raises(NotImplementedError, match=r"given a EncoderDecoderCache without keys and values: .*layers"):
+            attention(None, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+        cross = DynamicCache()
+        cross.layers.append(object())
+        with pytest.raises(NotImplementedError, match=r"given a DynamicCache without keys and values: .*keys"):
+            attention(None, cross)
 
 
 SHARED = ("layer", "norm", "in a group", "weight")
@@ -338,15 +391,21 @@ def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
     rank: random states stay equal, and so do gradients of replicated parameters, though nine tokens do not divide.
     """
     dense, model = decoder(name, **changes).train(), decoder(name, **changes).train()
-    fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "parallelize leaves", UserWarning)
+        fusedtp.parallelize(model, mesh_of(group), sequence_parallel=sequence_parallel)
+    if name == "SeedOss":
+        # Layers draw once more in backward, the same numbers.
+        model.gradient_checkpointing_enable()
     tokens = tokens_of()[:1]
     torch.manual_seed(17)
     for _ in range(2):
         model.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     grads: list[Any] = [each.grad for each in model.parameters()]
     mine = [torch.get_rng_state(), *(each for each in grads if not isinstance(each, DTensor))]
     mine += [each.to_local() for each in grads if isinstance(each, DTensor) and each.placements == (Replicate(),)]
+    mine.append(model.eval().generate(tokens, do_sample=True, max_new_tokens=5))
     for each in mine:
         others = [torch.empty_like(each) for _ in range(group.size())]
         dist.all_gather(others, each, group=group)
@@ -355,7 +414,7 @@ def test_dropout(group: ProcessGroup, name: str, changes: dict[str, float], sequ
         torch.manual_seed(17)
         for _ in range(2):
             dense.zero_grad()
-            dense(input_ids=tokens, labels=tokens).loss.backward()
+            dense(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         assert torch.equal(torch.get_rng_state(), mine[0])
         gradients_are_those_of(model, dense)
 

@@ -61,6 +61,16 @@ def normed(model: Any) -> None:
         nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
 
 
+def unscaled(model: Any) -> None:
+    for layer in model.model.layers:
+        del layer.self_attn.scaling
+
+
+def scaled(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.scaling = 2.0
+
+
 def extra() -> nn.Parameter:
     return nn.Parameter(torch.ones(32))
 
@@ -78,6 +88,8 @@ BAD: list[tuple[Callable[[], Any], str]] = [
      r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"),
     (lambda: changed(one_weight, intermediate_size=32),
      r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"),
+    (lambda: changed(unscaled), r"whether model\.layers\.\*\.self_attn, LlamaAttention, is an attention: it has no sc"),
+    (lambda: changed(scaled), r"whether model\.layers\.\*\.mlp, LlamaMLP, is an attention: it has a scaling\. torch's"),
     (lambda: changed(normed), r"model\.layers\.0\.mlp\.up_proj is one with a parametrization"),
     *[(lambda kind=kind: other(kind), rf"model\.layers\.\*\.self_attn\.{name}, a parameter")
       for kind, name in (("GraniteSWA", "sinks"), ("Beam", "gate_bias"), ("Doge", "A"))],

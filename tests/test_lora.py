@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
-from fusedtp.styles import lora
+from fusedtp.styles import decoders, lora
 
 from .harness import LARGE, mesh_of, on_ranks
 from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of
@@ -264,13 +265,52 @@ def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
         heads = peft.get_peft_model(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options), config)
         with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of all heads, as peft"):
             loss_of(heads)
-        prompt = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-        both = []
-        for each in (prefixed.get_base_model(), model.get_base_model()):
-            torch.manual_seed(27)
-            both.append(peft.get_peft_model(each, copy.deepcopy(prompt)))
-            loss_of(both[-1]).backward()
-        gradients_are_those_of(both[1], both[0])
+        for prompt in (
+            peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+            peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+        ):
+            both = []
+            for each in (prefixed.get_base_model(), model.get_base_model()):
+                each.zero_grad()
+                torch.manual_seed(27)
+                both.append(peft.get_peft_model(each, copy.deepcopy(prompt)))
+                loss_of(both[-1]).backward()
+            gradients_are_those_of(both[1], both[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@on_ranks(2)
+def test_adapters_around_an_attention(group: ProcessGroup, sequence_parallel: bool) -> None:
+    """An adapter that calls the linears of an attention works if it is put on before, and is refused afterwards."""
+    import peft
+
+    def around(model: Any) -> Any:
+        torch.manual_seed(28)
+        made = peft.get_peft_model(
+            model, peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=2, task_type="CAUSAL_LM")
+        )
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, 0, 0.3)
+        return made.double()
+
+    options: Any = {"sequence_parallel": sequence_parallel}
+    dense = around(decoder("Llama"))
+    with pytest.warns(UserWarning, match="self_attn") if group.rank() == 0 else nullcontext():
+        model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group), **options)
+    learn_alike(model, dense)
+    model = around(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options))
+    with pytest.raises(NotImplementedError, match="only the code of LlamaAttention may call its linears: put adapters"):
+        loss_of(model)
+
+
+def test_methods_that_are_replaced_exist() -> None:
+    """Methods of transformers and peft are replaced by name."""
+    from peft import LoraModel
+    from transformers import PreTrainedModel
+
+    known = dir(PreTrainedModel) + dir(LoraModel)
+    assert [name for name in decoders._REPLACED if name not in known] == []
 
 
 @on_ranks(1)
@@ -291,6 +331,8 @@ def test_other_adapters_are_refused_by_name(group: ProcessGroup) -> None:
     refused(adapted("tied", ensure_weight_tying=True), tied)
     refused(adapted("tied", modules_to_save=["lm_head"]), "lm_head, .*ModulesToSaveWrapper")
     prefix = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-    refused(peft.get_peft_model(decoder("Llama"), prefix), "'default', PrefixTuning, gives every rank .* of all heads")
+    refused(
+        peft.get_peft_model(decoder("Llama"), prefix), "'default', PrefixTuningConfig, gives every rank .* of all heads"
+    )
     ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
     refused(peft.get_peft_model(decoder("Llama"), ia3), r"mlp\.up_proj, around which peft has put peft.*ia3.*Linear:")

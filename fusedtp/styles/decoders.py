@@ -274,9 +274,16 @@ class _Planner:
     def _heads(self, path: str, child: nn.Module) -> tuple[int, int] | None:
         # The number of query heads, and of key and value heads, which are not cut; None for an MLP.
         config: Any = getattr(child, "config", None)
-        queries = getattr(config, "num_attention_heads", None)
-        if queries is None or not hasattr(child, "scaling"):
+        queries, kind = getattr(config, "num_attention_heads", None), type(child).__name__
+        if (is_attention := hasattr(child, "scaling")) != ("attention" in kind.lower()):
+            raise NotImplementedError(
+                f"parallelize does not know whether {path}, {kind}, is an attention: it has "
+                f"{'a' if is_attention else 'no'} scaling. {OWN_PLAN}"
+            )
+        if not is_attention:
             return None
+        if queries is None:
+            raise NotImplementedError(f"parallelize finds no num_attention_heads in the config of {path}, {kind}")
         if queries % self._ranks:
             raise ValueError(f"{path}: {queries} attention heads cannot be shared out evenly over {self._ranks} ranks")
         keys = getattr(config, "num_key_value_heads", None) or queries

@@ -14,6 +14,7 @@ adapters, is split when it is made. This module does not import peft: it knows p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -76,19 +77,20 @@ def taken_off(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
     """Raise NotImplementedError if a plan splits a module that has other adapters than those described above."""
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
-        if (method := type(config).__name__.removesuffix("Config")) in ("PrefixTuning", "Cartridge"):
+        if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
             raise NotImplementedError(
-                f"parallelize splits attention by heads, and the adapter {adapter!r}, {method}, gives every rank the "
-                "keys and values of all heads: use prompt tuning, whose tokens go through the model, or LoRA"
+                f"parallelize splits attention by heads, and the adapter {adapter!r}, {type(config).__name__}, gives "
+                "every rank the keys and values of all heads: use prompt tuning, whose tokens go through the model, or "
+                "LoRA"
             )
     seen: dict[int, str] = {}
     for name, module in found.items():
         if not (styles := styled.get(name, ())):
             continue
         kind = type(module)
-        variants: Any = getattr(module, "lora_variant", None) or {}
         copied = not any(type(each).__name__ in ("FusedGroup", "TiedHead", "Unpack") for each in styles)
         is_lora = kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ in ("Linear", "Embedding")
+        variants: Any = module.lora_variant if is_lora else {}
         if _inner(getattr(module, _inner(module))) or not (
             (is_lora and not variants) or (kind.__name__ in _COPIES and copied)
         ):
@@ -206,8 +208,9 @@ class FusedAdapted(Derived):
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Make an adapter as peft's own method does, and split it."""
         layer: Any = self
-        config = kwargs.get("config")
-        how = getattr(config, "init_lora_weights", True)
+        given = inspect.signature(super().update_layer).bind(adapter_name, *args, **kwargs)  # type: ignore[misc]
+        config = given.arguments["config"]
+        how = config.init_lora_weights
         kind = layer.resolve_lora_variant(config=config)
         if kwargs.get("tied_adapter") or kind is not None or how not in (True, False, "gaussian"):
             what = f"init_lora_weights={how!r}" if kind is None else type(kind).__name__

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .linears import FusedColwiseParallel, distribute
+from .linears import FusedColwiseLinear, FusedColwiseParallel, distribute
 
 TOKENS = Shard(1)
 """Tokens are the second dim of hidden states, [batch, tokens, features]."""
@@ -61,28 +61,47 @@ def _kept_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwa
 
 
 def _cache_before(
-    whole: int, here: int, shared: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    whole: int, here: int, shared: bool, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     # An attention fills an empty cache itself. Keys that were made outside of it may be those of all heads. If ranks
     # share a head, each has a term of the gradient of its keys, and only the linear of the keys adds these terms up.
-    layers, index = getattr(kwargs.get("past_key_values"), "layers", ()), getattr(module, "layer_idx", None)
-    layer: Any = layers[index] if index is not None and index < len(layers) else None
-    if layer is None or getattr(layer, "is_filled_by_attention", False):
-        return
-    made = [each for name in ("keys", "values") if isinstance(each := getattr(layer, name, None), Tensor)]
-    if not any(each.numel() for each in made):
-        layer.is_filled_by_attention = True
-        return
-    fault = ""
-    if made[0].shape[1] == whole != here:
-        fault = "of all heads"
-    elif shared and torch.is_grad_enabled() and any(each.requires_grad for each in made):
-        fault = "whose gradients would not be added up over ranks"
-    if fault:
+    from transformers.cache_utils import Cache
+
+    module.is_running, split = True, f"parallelize has split this {type(module).__name__} by heads, and it was given"
+    # The name of the argument differs between models and between versions of transformers.
+    for cache in (each for each in (*args, *kwargs.values()) if isinstance(each, Cache)):
+        try:
+            index, layers = module.layer_idx, cache.layers
+            made = [layers[index].keys, layers[index].values] if index < len(layers) else []
+        except AttributeError as error:
+            raise NotImplementedError(f"{split} a {type(cache).__name__} without keys and values: {error}") from error
+        made = [each for each in made if isinstance(each, Tensor) and each.numel()]
+        filled: set[int] = vars(cache).setdefault("filled_by_attention", set())
+        fault = ""
+        if not made:
+            filled.add(index)
+        elif (heads := made[0].shape[1]) != here:
+            fault = "of all heads" if heads == whole else f"of {heads} heads, and not {here}"
+        elif shared and index not in filled and torch.is_grad_enabled() and any(each.requires_grad for each in made):
+            fault = "whose gradients would not be added up over ranks"
+        if fault:
+            raise NotImplementedError(
+                f"{split} a cache with keys and values {fault}, as peft's prefix tuning makes them: use prompt tuning, "
+                "whose tokens go through the model, or LoRA"
+            )
+
+
+def _attention_after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+    module.is_running = False
+
+
+def _inside(attention: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
+    # Code around an attention, such as peft's AdaptionPrompt, has parameters that each rank would use for its heads.
+    if not attention.is_running:
+        kind = type(attention).__name__
         raise NotImplementedError(
-            f"parallelize has split this {type(module).__name__} by heads, and past_key_values has keys and values "
-            f"{fault}, as peft's prefix tuning makes them: use prompt tuning, whose tokens go through the model, "
-            "or LoRA"
+            f"parallelize has split this {kind} by heads, and only the code of {kind} may call its linears: put "
+            "adapters that wrap an attention on first, and then call fusedtp.parallelize"
         )
 
 
@@ -158,7 +177,8 @@ class SplitFeatures(ParallelStyle):
 class Heads(ParallelStyle):
     """Style for an attention: set its counts to this rank's numbers of query heads and of key and value heads.
 
-    The attention refuses a cache of keys and values that were made outside of it, for all heads or to be trained.
+    The attention refuses a cache of keys and values that were made outside of it, for all heads or to be trained. Only
+    the attention's own code may call its linears.
     """
 
     def __init__(self, queries: int, keys: int) -> None:
@@ -167,6 +187,7 @@ class Heads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         here: Any = module
+        here.is_running = False
         if hasattr(module, "num_key_value_groups"):
             here.num_key_value_groups = self.queries // self.keys
         if hasattr(module, "num_key_value_heads"):
@@ -176,6 +197,10 @@ class Heads(ParallelStyle):
         whole = getattr(here.config, "num_key_value_heads", None) or here.config.num_attention_heads
         hook = partial(_cache_before, whole, self.keys, whole < device_mesh.size())
         module.register_forward_pre_hook(hook, with_kwargs=True)
+        module.register_forward_hook(_attention_after, always_call=True)
+        for linear in module.modules():
+            if isinstance(linear, FusedColwiseLinear):
+                linear.register_forward_pre_hook(partial(_inside, module))
         # Copy, as the other modules keep a configuration with all heads.
         here.config = copy.copy(here.config)
         here.config.num_attention_heads = self.queries
