@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
 # torch/csrc/autograd: the id of this thread's backward pass, -1 for none.
@@ -75,6 +76,17 @@ def remove_batch(x: Tensor) -> tuple[Tensor, int]:
 def add_batch(x: Tensor, level: int) -> Tensor:
     """Undo `remove_batch`."""
     return torch._add_batch_dim(x, 0, level)
+
+
+@functools.cache
+def is_random(function: Callable[..., Any]) -> bool:
+    """Return whether a function or a tensor's method draws random numbers: a tag of its operators (torch/_ops.py)."""
+    # These have no operator of their own name.
+    if function in (F.dropout1d, F.dropout2d, F.dropout3d, F.gumbel_softmax):
+        return True
+    packet: Any = getattr(torch.ops.aten, getattr(function, "__name__", ""), None)
+    operators = [getattr(packet, each) for each in packet.overloads()] if hasattr(packet, "overloads") else []
+    return any(torch.Tag.nondeterministic_seeded in each.tags for each in operators)
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -383,6 +383,12 @@ def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
     [
         ("GPT-2", {"attn_pdrop": 0.0}), ("GPT-2", {"attn_pdrop": 0.2}),
         ("GPT-NeoX", {"hidden_dropout": 0.3, "attention_dropout": 0.0}),
+        # Their own code calls F.dropout on hidden states.
+        ("SeedOss", {"residual_dropout": 0.2, "attention_dropout": 0.0}),
+        ("Starcoder2", {"residual_dropout": 0.2, "embedding_dropout": 0.1, "attention_dropout": 0.1}),
+        ("Phi", {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attention_dropout": 0.0}),
+        ("Llama", {"attention_dropout": 0.1, "attn_implementation": "sdpa"}),
+        ("Mixtral", {"router_jitter_noise": 0.1}),
     ],
 )  # fmt: skip
 @on_ranks(2)

@@ -46,7 +46,18 @@ from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
-from .tokens import TOKENS, Heads, Hooks, KeptLogits, SplitFeatures, SplitTokens, TiedHead, WholeOutput, WholeTokens
+from .tokens import (
+    TOKENS,
+    DrawWhole,
+    Heads,
+    Hooks,
+    KeptLogits,
+    SplitFeatures,
+    SplitTokens,
+    TiedHead,
+    WholeOutput,
+    WholeTokens,
+)
 
 # Name of the comparison of the ranks' models and options. Without it, a style's first scatter of parameters would wait
 # for the group's timeout if a rank has other parameters, or none.
@@ -146,6 +157,7 @@ class _Planner:
             # The last check: its remedy, sequence_parallel=False, helps only if the other checks pass.
             check_split_tokens(of)
             self._add(f"{of.layers}.0", SplitTokens())
+            self._add(every, DrawWhole())
             if of.head is not None and not self._ends_whole:
                 self._add("", KeptLogits())
             self._last_norm()

@@ -418,6 +418,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
 class Derived(nn.Module):
     """A module whose class was derived from its own class when needed; the new class has no importable name."""
 
+    class_name = "Fused{}"
     # The arguments of `derived`.
     made_of: tuple[tuple[type[nn.Module], ...], tuple[tuple[str, Any], ...]]
 
@@ -431,7 +432,8 @@ class Derived(nn.Module):
 def derived(bases: tuple[type[nn.Module], ...], values: tuple[tuple[str, Any], ...] = ()) -> type[nn.Module]:
     """Return a class with these bases, one of them a `Derived`, and these class attributes."""
     kind = next(each for each in bases if not issubclass(each, Derived))
-    return type(f"Fused{kind.__name__}", bases, {**dict(values), "made_of": (bases, values)})
+    name = next(each.class_name for each in bases if issubclass(each, Derived)).format(kind.__name__)
+    return type(name, bases, {**dict(values), "made_of": (bases, values)})
 
 
 def _anew(bases: Any, values: Any) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.overrides import TorchFunctionMode
 
-from .linears import FusedColwiseLinear, FusedColwiseParallel, distribute
+from ..torch_private import is_random
+from .linears import Derived, FusedColwiseLinear, FusedColwiseParallel, derived, distribute
 
 TOKENS = Shard(1)
 """Tokens are the second dim of hidden states, [batch, tokens, features]."""
@@ -30,6 +33,11 @@ def _split(x: Any, mesh: DeviceMesh) -> Tensor:
 
 def _whole(x: Any, mesh: DeviceMesh) -> Tensor:
     return x.redistribute(placements=[Replicate()]).to_local()  # type: ignore[no-any-return]
+
+
+def _own_whole(x: Any, mesh: DeviceMesh) -> Tensor:
+    # Copy, as Mixtral changes its input in place, which a view of a DTensor does not allow.
+    return _whole(x, mesh).clone() if torch.is_grad_enabled() else _whole(x, mesh)
 
 
 def _before(change: Any, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +113,54 @@ def _inside(attention: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
         )
 
 
+class _DrawnWhole(TorchFunctionMode):
+    # On CPUs DTensor draws for a rank's own part only: all ranks would draw the same numbers, and other counts of them
+    # if parts are uneven. Draw for the whole on every rank, and keep the own part.
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        split = [x for x in (*args, *named.values()) if isinstance(x, DTensor) and not x.placements[0].is_replicate()]
+        if not split or not is_random(func):
+            return func(*args, **named)
+        mesh, placements = split[0].device_mesh, split[0].placements
+        # Copy, as a view of a DTensor does not allow changes in place.
+        wholes = {id(x): _whole(x, mesh).clone() for x in split}
+        given = {name: wholes.get(id(each), each) for name, each in named.items()}
+        out = func(*(wholes.get(id(each), each) for each in args), **given)
+
+        def own(y: Tensor) -> Tensor:
+            return DTensor.from_local(y, mesh, [Replicate()], run_check=False).redistribute(placements=placements)
+
+        for x in split:
+            if out is wholes[id(x)]:
+                # A function that works in place, or has nothing to do.
+                return x.copy_(own(out)) if out.is_inference() or out._version else x
+        return tuple(map(own, out)) if isinstance(out, tuple) else own(out)
+
+
+# A compiler that went through the mode would take minutes.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _drawn_whole(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _DrawnWhole():
+        return forward(*args, **kwargs)
+
+
+class DrawnWhole(Derived):
+    """Class that DrawWhole gives a layer.
+
+    transformers checkpoints the forward of a layer's class, so the mode is active again when backward repeats it.
+    """
+
+    # transformers and others find layers by the name of their class.
+    class_name = "{}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward."""
+        own: Any = super().forward
+        return _drawn_whole(own, args, kwargs) if self.training else own(*args, **kwargs)
+
+
 class Hooks(ParallelStyle):
     """Base of styles that change the hidden states that a module takes or returns, and leave its parameters."""
 
@@ -131,7 +187,17 @@ class SplitTokens(Hooks):
 class WholeTokens(Hooks):
     """Style for a module that is not split: it runs on all tokens on every rank, and each rank keeps its own part."""
 
-    before, after = staticmethod(_whole), staticmethod(_split)
+    before, after = staticmethod(_own_whole), staticmethod(_split)
+
+
+class DrawWhole(Hooks):
+    """Style for a layer: random numbers that its code draws for split hidden states are those of one process."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # On GPUs DTensor itself keeps the ranks' random states together.
+        if device_mesh.device_type == "cpu":
+            module.__class__ = derived((DrawnWhole, type(module)))
+        return module
 
 
 class KeptLogits(Hooks):
