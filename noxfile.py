@@ -37,25 +37,25 @@ OLDEST, NEWEST = "3.6.0", "3.9.0"
 CUDA_BUILDS = {"2.11.0": "3.6.0", "2.14.1": "3.8.0"}
 
 
-def constraints(session: nox.Session, torch: str = PINNED["torch"], triton: str = PINNED["triton"]) -> str:
+def constraints(session: nox.Session, **versions: str) -> str:
     """Write the versions of constraints.txt, but these, and return the file's name; "" is any version."""
     text = Path("constraints.txt").read_text()
-    if torch != PINNED["torch"]:
+    if versions.get("torch", PINNED["torch"]) != PINNED["torch"]:
         # torch 2.11 needs setuptools below 82.
         text = re.sub(r"(?m)^setuptools==.*$", "", text)
-    for name, version in (("torch", torch), ("triton", triton)):
+    for name, version in versions.items():
         text = re.sub(rf"(?m)^{name}==.*$", f"{name}=={version}" if version else "", text)
     path = Path(session.create_tmp()) / "constraints.txt"
     path.write_text(text)
     return str(path)
 
 
-def install(session: nox.Session, *more: str, torch: str = PINNED["torch"], triton: str = PINNED["triton"]) -> None:
+def install(session: nox.Session, *more: str, **versions: str) -> None:
     # pytest and torch's compiler keep what they write there: in .nox, not in the machine's folder.
     session.create_tmp()
     # A wheel is built from build/, where a module that is gone from the sources would live on.
     shutil.rmtree("build", ignore_errors=True)
-    pins = constraints(session, torch, triton)
+    pins = constraints(session, **versions)
     session.install("-c", pins, "torch", *more)
     session.install("-c", pins, ".[test]")
 
@@ -76,8 +76,9 @@ def tests_oldest(session: nox.Session) -> None:
 
 @nox.session
 def tests_newest(session: nox.Session) -> None:
-    """The same with the newest torch that pip finds, and its Triton. Such a torch may be 5 GB of CUDA."""
-    install(session, "triton", "--upgrade", torch="", triton="")
+    """The same with the newest torch, its Triton, transformers and peft. Such a torch may be 5 GB of CUDA."""
+    newest = ("triton", "transformers", "peft")
+    install(session, *newest, "--upgrade", torch="", **dict.fromkeys(newest, ""))
     session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
 
 
