@@ -64,10 +64,11 @@ def test_measured_table_and_picture_come_from_results(tmp_path: Path) -> None:
     of_models = [row for row in rows if row.model]
     assert f'"{tables.verdict(frame_of(of_models))[0].partition(", no difference")[0]}"' in README
     # The command beside the line gives these rows.
-    said = re.search(r"`fusedtp sweep --model (\S+) --tokens (\S+) --world-size (\d+)`", README)
+    said = re.search(r"`fusedtp sweep --model (\S+) --tokens (\S+) --world-size (\d+) --direction (\w+)`", README)
     assert said is not None
     tokens = tuple(map(int, said[2].split(",")))
-    jobs = plan(Request(world_sizes=(int(said[3]),), models=(said[1],), tokens=tokens), 0)
+    request = Request(world_sizes=(int(said[3]),), models=(said[1],), tokens=tokens, directions=(said[4],))
+    jobs = plan(request, 0)
     assert {(row.model, row.tokens, row.layer, row.world_size, row.direction) for row in of_models} == {
         (job.case.model, job.case.tokens, job.case.layer, job.case.world_size, direction)
         for job in jobs for direction in job.directions
