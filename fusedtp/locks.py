@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
@@ -98,19 +97,13 @@ def current() -> Open | None:
 def one(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that each call is `Open`, except inside another call or under a compiler."""
 
-    # Held here: while the interpreter ends, modules lose their names before their functions.
-    here, is_compiling, is_ending = _here, torch.compiler.is_compiling, sys.is_finalizing
-
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if is_ending():
-            # What the function needs may be gone, and its error would be undefined.
-            raise RuntimeError(f"fusedtp.{function.__name__}: the interpreter is ending, and torch with it")
-        if here.call is not None or is_compiling():
+        if _here.call is not None or torch.compiler.is_compiling():
             return function(*args, **kwargs)
         mine = Open()
         try:
-            here.call = mine
+            _here.call = mine
             result = function(*args, **kwargs)
         except Exception as error:
             # Every rank raises the same NotImplementedError. Hooks and modes of the user run after an op has ended, and
@@ -120,7 +113,7 @@ def one(function: Callable[P, R]) -> Callable[P, R]:
             raise
         finally:
             # No calls from here to the caller, as in `alone`.
-            here.call = None
+            _here.call = None
         mine.returned = True
         return result
 
