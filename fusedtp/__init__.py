@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .calls.dispatch import Path, last_path
+from .calls.paths import Path, last_path, paths, require
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .drop_in import drop_in, if_asked
 from .errors import NotationError, PeerTimeout, RanksDisagree
@@ -59,8 +59,10 @@ __all__ = [
     "linear_all_reduce",
     "linear_reduce_scatter",
     "parallelize",
+    "paths",
     "plan",
     "reduce_scatter",
+    "require",
     "scaled",
     "set_timeout",
     "sharded_matmul",

@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torc
 
 # torch/csrc/autograd: the id of this thread's backward pass, -1 for none.
 graph_task = torch._C._current_graph_task_id
+# torch/csrc/autograd: whether torch.profiler, or a range for NVIDIA's tools, records this thread.
+profiler_is_on: Any = torch._C._autograd._profiler_enabled
 # torch/_functorch: active transforms of torch.func, batched gradients of is_grads_batched, torch.func's wrappers.
 transforms_active = torch._C._are_functorch_transforms_active
 is_batched = torch._C._functorch.is_legacy_batchedtensor

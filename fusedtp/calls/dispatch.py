@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.profiler import record_function
 
 from .. import groups, locks
 from ..cost.hardware import Hardware, of_gpu
@@ -39,48 +41,21 @@ from ..memory import Unreachable
 from ..op import Task
 from ..schedules import NAMES, SCHEDULES
 from ..schedules.forms import Prepared
-from ..torch_private import graph_task
+from ..torch_private import graph_task, profiler_is_on
 from ..workspaces import agreement, generation
 from ..workspaces.agreement import Meaning
-from . import tuning
+from . import paths, tuning
+from .paths import Path
 from .tuning import Tuned
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
 
-@dataclass(frozen=True)
-class Path:
-    """Record of how an op ran, and the reason.
-
-    - `op`: the op's name.
-    - `schedule`: fused, decomposed or unfused.
-    - `reason`: why this schedule ran.
-    - `producer`: how `fused` sent the gathered operand: push, copy or multicast; "" if it gathered nothing.
-    - `epilogue`: the activation, residual or norm at the op's end, and where it is applied.
-    - `kernel`: the tile that `fusedtp tune --kernels` found, its speed-up over the table's tile, and the size measured.
-    - `sums`: with `order="any"`, the reduction order; "" with other orders.
-
-    The repr leaves out what is "".
-    """
-
-    op: str
-    schedule: str
-    reason: str
-    producer: str = ""
-    epilogue: str = ""
-    kernel: str = ""
-    sums: str = ""
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
-        return f"Path({given})"
-
-
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_last: Path | None = None
 _said: set[str] = set()
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -215,7 +190,8 @@ class Ready(Prepared):
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        path = choose(task, self._asked_for, group, device)
+        path = replace(choose(task, self._asked_for, group, device), shapes=paths.shapes_of(task, group.size()))
+        paths.check(path)
         row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
         self.version = generation.version
         shares = row.shares_memory and not self._alone
@@ -249,12 +225,14 @@ class Ready(Prepared):
 
     def run(self, operands: Mapping[str, Any]) -> list[Tensor]:
         """Run the task on these operands and return its results."""
-        global _last
-        if self._alone:
-            _last = self.path
-            return self.go(operands)
-        outs: list[Tensor] = locks.alone(self._lock, self.task.op.name, self._run, operands)
-        _last = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
+        # A profiler shows the op as a range, whose name needs the path.
+        profiled = record_function(paths.profiled_as(self.prepared().path)) if profiler_is_on() else _NOTHING
+        with profiled:
+            if self._alone:
+                outs: list[Tensor] = self.go(operands)
+            else:
+                outs = locks.alone(self._lock, self.task.op.name, self._run, operands)
+        paths.record(replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path)
         return outs
 
     def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
@@ -284,8 +262,7 @@ class Ready(Prepared):
 
     def pass_by(self) -> None:
         """Record the path of a one-rank task that the caller runs itself."""
-        global _last
-        _last = self.path
+        paths.record(self.path)
 
     @property
     def group(self) -> ProcessGroup:
@@ -446,8 +423,3 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
     shared = json.loads(found)
     table = tuning.parse(shared["table"]) if shared["table"] else None
     return Knowledge(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption
-
-
-def last_path() -> Path | None:
-    """Return the path of this process's last op, or None before the first op."""
-    return _last

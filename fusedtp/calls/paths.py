@@ -1,0 +1,136 @@
+"""Records of how ops ran: `last_path`, `paths`, and `require`, which refuses an op that would run otherwise."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ..op import Task
+from ..schedules import NAMES
+from ..workspaces import generation
+
+# Ops that `paths` returns at most.
+MOST = 10_000
+
+
+@dataclass(frozen=True)
+class Path:
+    """Record of how an op ran, and the reason.
+
+    - `op`: the op's name.
+    - `schedule`: fused, decomposed or unfused.
+    - `reason`: why this schedule ran.
+    - `producer`: how `fused` sent the gathered operand: push, copy or multicast; "" if it gathered nothing.
+    - `epilogue`: the activation, residual or norm at the op's end, and where it is applied.
+    - `kernel`: the tile that `fusedtp tune --kernels` found, its speed-up over the table's tile, and the size measured.
+    - `sums`: with `order="any"`, the reduction order; "" with other orders.
+    - `shapes`: of this rank's operands, as the op multiplies them, their dtype, and the number of ranks.
+
+    The repr leaves out what is "".
+    """
+
+    op: str
+    schedule: str
+    reason: str
+    producer: str = ""
+    epilogue: str = ""
+    kernel: str = ""
+    sums: str = ""
+    shapes: str = ""
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
+        return f"Path({given})"
+
+
+class Requirement:
+    """Schedules that `require` has asked for: `undo()` ends it, as does the end of a `with` block."""
+
+    def __init__(self, schedules: tuple[str, ...]) -> None:
+        self.schedules = schedules
+
+    def undo(self) -> None:
+        """Allow other schedules again, unless another requirement is on. A second call does nothing."""
+        if self in _required:
+            _required.remove(self)
+
+    def __enter__(self) -> Requirement:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+
+_last: Path | None = None
+_ran: deque[Path] = deque(maxlen=MOST)
+_required: list[Requirement] = []
+
+
+def record(path: Path) -> None:
+    """Record an op that ran, for `last_path` and `paths`."""
+    global _last
+    _last = path
+    _ran.append(path)
+
+
+def last_path() -> Path | None:
+    """Return the path of this process's last op, or None before the first op."""
+    return _last
+
+
+def paths() -> list[Path]:
+    """Return the paths of this process's ops since the last call of `paths`, the oldest first; at most the last 10,000.
+
+    Call it once before a step and once after, and it returns the step's ops, those of backward too. A replay of a CUDA
+    graph runs none on the host, so it adds none.
+    """
+    ran = []
+    # One at a time, because another thread may add some.
+    while _ran:
+        ran.append(_ran.popleft())
+    return ran
+
+
+def require(*schedules: str) -> Requirement:
+    """Raise RuntimeError in every later op that would run by another schedule, before it sends anything.
+
+    - `schedules`: one or more of "fused", "decomposed" and "unfused".
+
+    This holds until `undo()` or the end of a `with` block, in this process: call it on every rank. The error has the
+    reason that `last_path` gives. An op over one rank runs unfused. If several requirements are on, all of them hold.
+
+        with fusedtp.require("fused"):
+            loss = model(tokens).loss
+            loss.backward()
+
+    Raises ValueError for an unknown schedule.
+    """
+    if not schedules or any(each not in NAMES for each in schedules):
+        raise ValueError(f"require takes one or more of {', '.join(map(repr, NAMES))}, got {schedules!r}")
+    requirement = Requirement(schedules)
+    _required.append(requirement)
+    # Prepared calls have passed `check` already.
+    generation.changed()
+    return requirement
+
+
+def check(path: Path) -> None:
+    """Raise RuntimeError if `require` forbids the path's schedule."""
+    for each in _required:
+        if path.schedule not in each.schedules:
+            wanted = ", ".join(map(repr, each.schedules))
+            raise RuntimeError(
+                f"{path.op} of {path.shapes} would run {path.schedule}, but fusedtp.require({wanted}) is on. "
+                f"The reason for {path.schedule}: {path.reason}"
+            )
+
+
+def shapes_of(task: Task, num_ranks: int) -> str:
+    """Return the text of `Path.shapes`."""
+    shapes = ", ".join(f"{name} [{rows}, {cols}]" for name, (rows, cols) in task.shapes.items())
+    return f"{shapes}, {task.multiplied_in}, {num_ranks} rank{'s' * (num_ranks != 1)}"
+
+
+def profiled_as(path: Path) -> str:
+    """Return the name of the op's range in `torch.profiler`."""
+    return f"fusedtp::{path.op} {path.schedule} {path.shapes}"
