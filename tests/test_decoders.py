@@ -193,6 +193,46 @@ def test_as_in_one_process(group: ProcessGroup, name: str, sequence_parallel: bo
                 model(**more)
 
 
+def decoded(group: ProcessGroup, name: str, sequence_parallel: bool) -> tuple[list[Tensor], list[list[str]]]:
+    """Return the logits and the ops of a prompt and of three more steps."""
+    from transformers import DynamicCache
+
+    model = fusedtp.parallelize(decoder(name), mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens, cache, logits, ops = tokens_of(), DynamicCache(config=model.config), [], []
+    with torch.no_grad():
+        for i, part in enumerate(tokens.split([6, 1, 1, 1], 1)):
+            # Steps that select logits by a tensor too.
+            kept = {"logits_to_keep": torch.tensor([0])} if i == 2 else {}
+            fusedtp.paths()
+            logits.append(model(input_ids=part, past_key_values=cache, **kept).logits)
+            ops.append([each.op for each in fusedtp.paths()])
+    return logits, ops
+
+
+@pytest.mark.parametrize("name", ["Llama with one key head", "Mixtral", "GPT-2", "Gemma3", "OLMo2", "Phi3"])
+@on_ranks(2)
+def test_a_step_with_fewer_tokens_than_ranks_splits_none(group: ProcessGroup, name: str) -> None:
+    (logits, ops), (expected, whole) = (decoded(group, name, is_split) for is_split in (True, False))
+    for ours, theirs in zip(logits, expected, strict=True):
+        close(ours, theirs, name)
+    assert ops[1] == ops[3] == whole[1]
+    # GPT-2's head gets whole hidden states in any call.
+    assert ["matmul_reduce_scatter" in each for each in ops] == [True, False, name != "GPT-2", False]
+
+
+@on_ranks(2)
+def test_a_step_without_gradients_between_a_checkpointed_forward_and_its_backward(group: ProcessGroup) -> None:
+    dense, model = decoder("Llama"), decoder("Llama")
+    fusedtp.parallelize(model, mesh_of(group)).train().gradient_checkpointing_enable()
+    tokens = tokens_of()
+    dense(input_ids=tokens, labels=tokens).loss.backward()
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    with torch.no_grad():
+        model(input_ids=tokens[:, :1])
+    loss.backward()
+    gradients_are_those_of(model, dense)
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @on_ranks(2)
 def test_caches(group: ProcessGroup, sequence_parallel: bool) -> None:

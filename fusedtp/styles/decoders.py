@@ -43,11 +43,10 @@ from ..workspaces import agreement, timeouts
 from . import lora
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
-from .linears import FusedColwiseParallel, FusedRowwiseParallel, check_mesh, unfit
+from .linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import (
-    TOKENS,
     DrawWhole,
     Heads,
     Hooks,
@@ -417,7 +416,7 @@ def parallelize(
     Attention is split by heads, MLPs by features, embedding and head by vocabulary.
 
     - `sequence_parallel`: split tokens between the linears. The matmuls then gather and reduce-scatter in place of
-      all-reduces. Any number of tokens works.
+      all-reduces. Any number of tokens works. A call without gradients that has fewer tokens than ranks splits none.
     - `loss_parallel`: logits stay DTensors split by vocabulary, for torch.distributed.tensor.parallel.loss_parallel.
     - `schedule`: of every matmul, as in the functions.
     - `float8`: recipe for the linears of attention and MLPs. Embedding and head are not cast.
@@ -456,12 +455,13 @@ def parallelize(
         left = whole(decoder, plan)
         if sum(left.values()) > _TOLD and device_mesh.size() > 1 and device_mesh.get_local_rank() == 0:
             warnings.warn(f"parallelize leaves {told(left)}", stacklevel=2)
-        ties = _ties(decoder)
+        ties, tokens = _ties(decoder), Tokens() if sequence_parallel else None
         for pattern, styles in plan.items():
             for name, module in list(matching(decoder, pattern)):
                 for each in (module, *lora.copies(adapted.get(name))):
                     for style in styles:
-                        style.src_data_rank, style.keeps_ties = src_data_rank, True  # type: ignore[attr-defined]
+                        given = {"src_data_rank": src_data_rank, "keeps_ties": True, "tokens": tokens}
+                        vars(style).update(given)
                         style._apply(each, device_mesh)
         for names in ties:
             first = decoder.get_parameter(names[0])

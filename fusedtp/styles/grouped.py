@@ -20,6 +20,7 @@ from .linears import (
     FusedColwiseLinear,
     FusedColwiseParallel,
     FusedSharedLinear,
+    Tokens,
     columns,
     distribute,
     share,
@@ -125,6 +126,7 @@ class FusedGroup(ParallelStyle):
     """
 
     keeps_ties = False
+    tokens: Tokens | None = None
 
     def __init__(self, *names: str, pieces: Mapping[str, int] | None = None, **options: Any) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ class FusedGroup(ParallelStyle):
                 raise ValueError(f"{type(module).__name__} has no {name!r}, which is to be in a {self!r}") from error
         if len({id(each) for each in linears}) < len(linears):
             raise ValueError(f"a FusedGroup is of different linears: {', '.join(self.names)} are not")
-        self.style.src_data_rank = self.src_data_rank
+        self.style.src_data_rank, self.style.tokens = self.src_data_rank, self.tokens
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)

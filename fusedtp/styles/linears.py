@@ -38,15 +38,42 @@ from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
 
+TOKENS = Shard(1)
+"""Tokens are the second dim of hidden states, [batch, tokens, features]."""
+
+
+class Tokens:
+    """Whether the running call of a decoder has its tokens whole on every rank, in spite of its styles.
+
+    `SplitTokens` decides it. A call without gradients that has fewer tokens than ranks gains nothing by a split.
+    """
+
+    short = False
+    # True if the call selects logits by a tensor, which is a DTensor where hidden states are.
+    selects = False
+
+    @property
+    def are_whole(self) -> bool:
+        """Return whether hidden states are whole now."""
+        # With gradients, it is the backward pass of an earlier call that repeats a layer.
+        return self.short and not torch.is_grad_enabled()
+
 
 @dataclass(frozen=True)
 class _Layouts:
     # Layouts and options that a style gives the linear that it converts.
+    # of_whole: the layouts of calls in which `tokens` are whole.
     mesh: DeviceMesh
     input: Placement
     output: Placement
     use_local_output: bool
     options: Options
+    tokens: Tokens | None = None
+    of_whole: _Layouts | None = None
+
+    def now(self) -> _Layouts:
+        """Return the layouts of the running call."""
+        return self if self.of_whole is None or self.tokens is None or not self.tokens.are_whole else self.of_whole
 
     @property
     def group(self) -> ProcessGroup:
@@ -140,7 +167,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence
 
     `read`: each linear's weight and bias, if they have been read.
     """
-    to = linears[0].layouts
+    to = linears[0].layouts.now()
     read = read or [each.read("weight", "bias") for each in linears]
     own: Any = [each.own(*pair) for each, pair in zip(linears, read, strict=True)]
     weight, bias = own[0] if len(own) == 1 else zip(*own, strict=True)
@@ -153,7 +180,7 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence
         ys = autograd.apply(problems.replicated_problem, x, *ours, of_layer=True)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
-        each.layouts.hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
+        each.layouts.now().hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
         for each, y in zip(linears, outs, strict=True)
     ]
 
@@ -162,7 +189,7 @@ class FusedRowwiseLinear(FusedLinear):
     """Class that FusedRowwiseParallel gives an nn.Linear: `[.., K_X] @ [K_X, N] -> [.., R_X, .., N]`, or R whole."""
 
     def forward(self, input: Tensor) -> Tensor:
-        to, (weight, bias) = self.layouts, self.read("weight", "bias")
+        to, (weight, bias) = self.layouts.now(), self.read("weight", "bias")
         x, _, _ = to.receive(input, wanted=Shard(-1))
         ours = weight, bias, to.group, to.options
         shape = (*x.shape[:-1], self.out_features)
@@ -262,6 +289,7 @@ class _FusedStyle(ParallelStyle):
     _linear: type[nn.Linear]
     # True if the caller keeps a parameter one that several modules share.
     keeps_ties = False
+    tokens: Tokens | None = None
 
     def __init__(
         self,
@@ -300,7 +328,12 @@ class _FusedStyle(ParallelStyle):
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """Return the layouts that a linear of this style gets."""
-        return _Layouts(device_mesh, self.input_layouts, self.output_layouts, self.use_local_output, self.options)
+        given, made, is_local = self.input_layouts, self.output_layouts, self.use_local_output
+        of_whole = None
+        if self.tokens is not None:
+            into, out = (Replicate() if each == TOKENS else each for each in (given, made))
+            of_whole = _Layouts(device_mesh, into, out, is_local or made == TOKENS, self.options)
+        return _Layouts(device_mesh, given, made, is_local, self.options, self.tokens, of_whole)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)

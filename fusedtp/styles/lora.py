@@ -263,7 +263,8 @@ class FusedAdapted(Derived):
             layer.lora_dropout[name].num_features = rows * parts[0].in_features
 
     def _style(self, style: ParallelStyle, module: nn.Module) -> None:
-        style.src_data_rank = self.src_data_rank
+        parts = _parts(self)
+        vars(style).update(src_data_rank=self.src_data_rank, tokens=parts[0].layouts.tokens if parts else None)
         style._apply(module, self.device_mesh)
 
     def _split_columns(self, linear: Any, like: Sequence[Any], options: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..calls import arguments, dispatch
 from ..calls.parameters import as_dtensor, local
 from ..scaled import check_dense
-from .linears import Derived, Sum, check_mesh, convert, derived, distribute, met_before, positive
+from .linears import Derived, Sum, Tokens, check_mesh, convert, derived, distribute, met_before, positive
 
 
 class FusedNormParallel(ParallelStyle):
@@ -34,12 +34,14 @@ class FusedNormParallel(ParallelStyle):
     ranks with the same seed stay in step, however many tokens each has.
     """
 
+    tokens: Tokens | None = None
+
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False, schedule: str = "auto") -> None:
         super().__init__()
         if not isinstance(sequence_dim, int) or isinstance(sequence_dim, bool):
             raise TypeError(f"sequence_dim must be an int, got {sequence_dim!r}")
         dispatch.check_schedule(schedule)
-        self.tokens: Shard | None = Shard(sequence_dim)
+        self.split: Shard | None = Shard(sequence_dim)
         self.use_local_output = arguments.flag("use_local_output", use_local_output)
         self.schedule = schedule
 
@@ -59,11 +61,18 @@ class FusedNormParallel(ParallelStyle):
         values = tuple((name, _Own(name)) for name in names)
         cls = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
         gradients = Sum(device_mesh, self.schedule)
-        return convert(module, cls, gradients=gradients, tokens=self.tokens, use_local_output=self.use_local_output)
+        return convert(
+            module,
+            cls,
+            gradients=gradients,
+            split=self.split,
+            tokens=self.tokens,
+            use_local_output=self.use_local_output,
+        )
 
     def __repr__(self) -> str:
-        tokens = "" if self.tokens is None else f"sequence_dim={self.tokens.dim}, "
-        tokens += f"use_local_output={self.use_local_output}, " * (self.tokens is not None)
+        tokens = "" if self.split is None else f"sequence_dim={self.split.dim}, "
+        tokens += f"use_local_output={self.use_local_output}, " * (self.split is not None)
         return f"{type(self).__name__}({tokens}schedule={self.schedule!r})"
 
 
@@ -72,7 +81,7 @@ class AsGiven(FusedNormParallel):
 
     def __init__(self, *, schedule: str = "auto") -> None:
         super().__init__(schedule=schedule)
-        self.tokens = None
+        self.split = None
 
 
 class FusedNorm(Derived):
@@ -80,7 +89,8 @@ class FusedNorm(Derived):
 
     gradients: Sum
     # Split of the tokens. None: that of the input; a plain input is whole.
-    tokens: Shard | None
+    split: Shard | None
+    tokens: Tokens | None
     use_local_output: bool
     # How the running call reads parameters: "part" if the input is split, "whole" if every rank has all of it. Between
     # calls an attribute is the parameter itself, as fully_shard expects.
@@ -102,9 +112,10 @@ class FusedNorm(Derived):
     def _received(self, input: Tensor) -> Tensor:
         # Return the input as a DTensor in the style's layout; unchanged if the style has none.
         check_dense("input", input)
-        if self.tokens is None:
+        is_whole = self.tokens is not None and self.tokens.are_whole and not isinstance(input, DTensor)
+        if self.split is None or is_whole:
             return input
-        tokens = positive(self.tokens, input.ndim, "sequence_dim")
+        tokens = positive(self.split, input.ndim, "sequence_dim")
         if not isinstance(input, DTensor):
             return DTensor.from_local(input, self.gradients.mesh, [tokens], run_check=False)
         return input if input.placements == (tokens,) else input.redistribute(placements=[tokens])

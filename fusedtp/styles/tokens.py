@@ -15,41 +15,43 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from ..torch_private import is_random
-from .linears import Derived, FusedColwiseLinear, FusedColwiseParallel, derived, distribute
-
-TOKENS = Shard(1)
-"""Tokens are the second dim of hidden states, [batch, tokens, features]."""
-
+from .linears import TOKENS, Derived, FusedColwiseLinear, FusedColwiseParallel, Tokens, derived, distribute
 
 # Hooks are functions of this module, so that torch.save can save a model with them.
 
 
-def _split(x: Any, mesh: DeviceMesh) -> Tensor:
+def _split(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
     # One module may serve as several layers: x may be split already.
-    if isinstance(x, DTensor):
-        return x
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[TOKENS])
+    if not tokens.are_whole and not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(placements=[TOKENS])
+    return x  # type: ignore[no-any-return]
 
 
-def _whole(x: Any, mesh: DeviceMesh) -> Tensor:
-    return x.redistribute(placements=[Replicate()]).to_local()  # type: ignore[no-any-return]
+def _split_first(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
+    is_split = isinstance(x, DTensor) or tokens.selects
+    tokens.short = not is_split and x.shape[TOKENS.dim] < mesh.size() and not torch.is_grad_enabled()
+    return _split(tokens, mesh, x)
 
 
-def _own_whole(x: Any, mesh: DeviceMesh) -> Tensor:
+def _whole(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
+    return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+
+
+def _own_whole(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
     # Copy, as Mixtral changes its input in place, which a view of a DTensor does not allow.
-    return _whole(x, mesh).clone() if torch.is_grad_enabled() else _whole(x, mesh)
+    return _whole(tokens, mesh, x).clone() if torch.is_grad_enabled() else _whole(tokens, mesh, x)
 
 
-def _before(change: Any, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before(change: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Hidden states are the first argument, or the one with that name.
     if args:
-        return (change(args[0], mesh), *args[1:]), kwargs
+        return (change(args[0]), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: change(kwargs[name], mesh)}
+    return args, {**kwargs, name: change(kwargs[name])}
 
 
-def _after(change: Any, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return (change(output[0], mesh), *output[1:]) if isinstance(output, tuple) else change(output, mesh)
+def _after(change: Any, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def _features_before(mesh: DeviceMesh, dim: int, module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -61,8 +63,11 @@ def _local_after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output.to_local().clone()
 
 
-def _kept_before(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _kept_before(
+    tokens: Tokens, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     kept = kwargs.get("logits_to_keep")
+    tokens.selects = isinstance(kept, Tensor)
     if isinstance(kept, Tensor) and not isinstance(kept, DTensor):
         kwargs = {**kwargs, "logits_to_keep": DTensor.from_local(kept, mesh, [Replicate()], run_check=False)}
     return args, kwargs
@@ -125,7 +130,7 @@ class _DrawnWhole(TorchFunctionMode):
             return func(*args, **named)
         mesh, placements = split[0].device_mesh, split[0].placements
         # Copy, as a view of a DTensor does not allow changes in place.
-        wholes = {id(x): _whole(x, mesh).clone() for x in split}
+        wholes = {id(x): x.redistribute(placements=[Replicate()]).to_local().clone() for x in split}
         given = {name: wholes.get(id(each), each) for name, each in named.items()}
         out = func(*(wholes.get(id(each), each) for each in args), **given)
 
@@ -162,16 +167,21 @@ class DrawnWhole(Derived):
 
 
 class Hooks(ParallelStyle):
-    """Base of styles that change the hidden states that a module takes or returns, and leave its parameters."""
+    """Base of styles that change the hidden states that a module takes or returns, and leave its parameters.
+
+    `tokens`: what the styles of one decoder share.
+    """
 
     before: Any = None
     after: Any = None
+    tokens: Tokens
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.before is not None:
-            module.register_forward_pre_hook(partial(_before, self.before, device_mesh), with_kwargs=True)
+            change = partial(self.before, self.tokens, device_mesh)
+            module.register_forward_pre_hook(partial(_before, change), with_kwargs=True)
         if self.after is not None:
-            module.register_forward_hook(partial(_after, self.after, device_mesh))
+            module.register_forward_hook(partial(_after, partial(self.after, self.tokens, device_mesh)))
         return module
 
     def __repr__(self) -> str:
@@ -179,9 +189,12 @@ class Hooks(ParallelStyle):
 
 
 class SplitTokens(Hooks):
-    """Style for the first layer: hidden states become DTensors, Shard(1), and stay so through all layers."""
+    """Style for the first layer: hidden states become DTensors, Shard(1), and stay so through all layers.
 
-    before = staticmethod(_split)
+    In a call without gradients that has fewer tokens than ranks, they stay whole.
+    """
+
+    before = staticmethod(_split_first)
 
 
 class WholeTokens(Hooks):
@@ -204,7 +217,7 @@ class KeptLogits(Hooks):
     """Style for the model: `logits_to_keep` becomes a DTensor, as it selects tokens of DTensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(_kept_before, device_mesh), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_kept_before, self.tokens, device_mesh), with_kwargs=True)
         return module
 
 
@@ -282,11 +295,12 @@ class TiedHead(ParallelStyle):
     def __init__(self, style: FusedColwiseParallel, embedding: nn.Module) -> None:
         super().__init__()
         self.style, self.embedding = style, embedding
+        self.tokens: Tokens | None = None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         made: Any = module
         made.weight = self.embedding.weight
-        self.style.src_data_rank, self.style.keeps_ties = self.src_data_rank, True
+        self.style.src_data_rank, self.style.keeps_ties, self.style.tokens = self.src_data_rank, True, self.tokens
         return self.style._apply(module, device_mesh)
 
     def __repr__(self) -> str:
