@@ -25,7 +25,7 @@ from fusedtp.op import GATED
 from fusedtp.shards import even_sizes
 
 from .harness import last_path
-from .layouts import alike, laid_out
+from .soak.layouts import alike, laid_out
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),

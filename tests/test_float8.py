@@ -25,8 +25,8 @@ from fusedtp.schedules.local import mm
 
 from .bounds import Bounds
 from .harness import spread
-from .layouts import OF_ANY, laid_out
 from .oracle import cut, whole
+from .soak.layouts import OF_ANY, laid_out
 
 SCHEDULES = ("unfused", "decomposed", "fused")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -31,7 +31,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .harness import LARGE, spread
-from .layouts import OF_ANY, laid_out
+from .soak.layouts import OF_ANY, laid_out
 
 pytestmark = pytest.mark.usefixtures("within_bounds")
 

@@ -24,7 +24,7 @@ from fusedtp.workspaces.workspace import Workspace
 from . import direct
 from .bounds import Bounds
 from .harness import LARGE
-from .layouts import OF_ANY
+from .soak.layouts import OF_ANY
 from .test_ops import Call, Operands
 from .virtual_ranks import local_memories, run_together
 

@@ -27,8 +27,8 @@ from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
 from fusedtp.schedules import decomposed
 
 from .harness import LARGE, spread
-from .layouts import EXPANDED, LAYOUTS
 from .oracle import Case, Operands, check_norm, whole
+from .soak.layouts import EXPANDED, LAYOUTS
 from .test_counting import counting
 from .test_ops import bounded
 

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +18,8 @@ import torch
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
-from .layouts import LAYOUTS
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
+from .soak.layouts import LAYOUTS
 from .soak.mixed import DTYPES, OPS, Operands, draw
 from .soak.runs import soak
 
@@ -97,3 +101,12 @@ def test_epochs_must_wrap_alike() -> None:
         check_wrapped([wrapped[:1]])
     with pytest.raises(AssertionError, match="rank 1 has other epochs"):
         check_wrapped([wrapped, [*wrapped[:2], replace(wrapped[2], epoch=-(2**31) + 1)]])
+
+
+def test_the_command_is_a_package_of_its_own() -> None:
+    # As `nox -s soak` runs it: the checkout's other folders are not importable.
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-P", "-m", "soak", "--calls", "2", "--world-size", "2"]
+    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd="/")
+    assert told.returncode == 0, told.stderr
+    assert "2 of 2 calls right" in told.stdout

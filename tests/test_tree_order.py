@@ -24,7 +24,7 @@ from fusedtp.shards import even_sizes
 
 from .conftest import PoisonedPool
 from .harness import last_path, spread, told
-from .layouts import OF_ANY, laid_out
+from .soak.layouts import OF_ANY, laid_out
 
 # Leaves differ in length, and every number of ranks cuts at leaves.
 M, K, N = 22, 44, 36

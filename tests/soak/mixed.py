@@ -35,7 +35,7 @@ from fusedtp.op import MATMUL_ALL_REDUCE, Op
 from fusedtp.op import OPS as TABLE
 from fusedtp.shards import even_sizes
 
-from ..layouts import LAYOUTS, alike, laid_out
+from .layouts import LAYOUTS, alike, laid_out
 
 MATMULS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
