@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
-from .. import groups
+from .. import collectives, groups
 from ..calls import arguments, autograd, dispatch, operators, problems
 from ..calls.parameters import Watched, as_dtensor, local
 from ..op import RANK_ORDER, Options, Order
@@ -111,6 +111,11 @@ class _Layouts:
         The kind is a DTensor or this rank's tensor.
         """
         made, output = positive(made, y.ndim), positive(self.output, y.ndim)
+        if isinstance(made, Shard) and output.is_replicate() and not torch.is_grad_enabled():
+            # DTensor would send by torch.distributed. With gradients it must, as its gradient is whole on every rank.
+            sizes, schedule = self.sizes(shape[made.dim]), self.options.schedule
+            y = collectives.all_gather(y, gather_dim=made.dim, sizes=sizes, group=self.group, schedule=schedule)
+            made = output
         if made == output and self.use_local_output:
             return y
         out = as_dtensor(y, self.mesh, made, shape)
