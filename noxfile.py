@@ -19,7 +19,7 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests", "lint", "types"]
 
-FOLDERS = ("fusedtp", "kernels", "bench", "tests", "noxfile.py")
+FOLDERS = ("fusedtp", "kernels", "bench", "tests", "docs/examples", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 # The tests are compiled to bytecode once, not by every rank that imports them.
