@@ -54,9 +54,11 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 5, 8])
 @on_ranks()
-def test_as_in_one_process(group: ProcessGroup, num_tokens: int) -> None:
+def test_as_in_one_process(group: ProcessGroup, num_tokens: int, is_training: bool) -> None:
+    """A layer that is in evaluation may draw as well, such as for Monte Carlo dropout."""
     mesh = mesh_of(group)
     whole = torch.randn(2, num_tokens, 6, generator=torch.Generator().manual_seed(1))
     for name, draw in DRAWS.items():
@@ -67,6 +69,7 @@ def test_as_in_one_process(group: ProcessGroup, num_tokens: int) -> None:
             if is_split:
                 x = distribute_tensor(x, mesh, [TOKENS], src_data_rank=None)
                 module = DrawWhole()._apply(module, mesh)
+            module.train(is_training)
             x.requires_grad_()
             torch.manual_seed(2)
             y = module(x)
@@ -83,7 +86,7 @@ def test_as_in_one_process(group: ProcessGroup, num_tokens: int) -> None:
 
 @on_ranks(2)
 def test_compiled_and_in_evaluation(group: ProcessGroup) -> None:
-    """A compiler leaves the layer out while it trains; in evaluation nothing stands between the layer and its code."""
+    """A compiler leaves the layer out while it trains; in evaluation it compiles the layer's own code."""
     mesh, whole = mesh_of(group), torch.randn(1, 5, 4, generator=torch.Generator().manual_seed(1))
     x = distribute_tensor(whole, mesh, [TOKENS], src_data_rank=None)
     module: Any = DrawWhole()._apply(Draws(DRAWS["dropout"]), mesh)
@@ -92,6 +95,9 @@ def test_compiled_and_in_evaluation(group: ProcessGroup) -> None:
     torch.manual_seed(2)
     assert torch.equal(torch.compile(module, backend="eager")(x).full_tensor(), expected)
     assert torch.equal(torch.get_rng_state(), state)
+    own: Any = Draws(lambda y: y.sin())
+    compiled = torch.compile(DrawWhole()._apply(own, mesh).eval(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x).full_tensor(), (whole * 2).sin() + 1)
     with torch.inference_mode():
         quiet: Any = DrawWhole()._apply(Draws(DRAWS["dropout in evaluation"]), mesh)
         for each in (quiet, quiet.eval()):

@@ -163,7 +163,10 @@ class DrawnWhole(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward."""
         own: Any = super().forward
-        return _drawn_whole(own, args, kwargs) if self.training else own(*args, **kwargs)
+        # A compiler leaves layers out that train, and goes through those in evaluation, which seldom draw.
+        if torch.compiler.is_compiling() and not self.training:
+            return own(*args, **kwargs)
+        return _drawn_whole(own, args, kwargs)
 
 
 class Hooks(ParallelStyle):
