@@ -163,8 +163,9 @@ class DrawnWhole(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward."""
         own: Any = super().forward
+        is_split = any(isinstance(each, DTensor) for each in (*args, *kwargs.values()))
         # A compiler leaves layers out that train, and goes through those in evaluation, which seldom draw.
-        if torch.compiler.is_compiling() and not self.training:
+        if not is_split or (torch.compiler.is_compiling() and not self.training):
             return own(*args, **kwargs)
         return _drawn_whole(own, args, kwargs)
 
