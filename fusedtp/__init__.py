@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .styles.decoders import decoder_plan, parallelize
     from .styles.embeddings import FusedEmbeddingParallel
     from .styles.grouped import FusedGroup
+    from .styles.in_transformers import use_in_transformers
     from .styles.linears import FusedColwiseParallel, FusedRowwiseParallel
     from .styles.norms import FusedNormParallel
     from .workspaces.registry import check, destroy, set_timeout
@@ -66,6 +67,7 @@ __all__ = [
     "scaled",
     "set_timeout",
     "sharded_matmul",
+    "use_in_transformers",
 ]
 
 
@@ -77,6 +79,7 @@ _STYLES = {
     "FusedRowwiseParallel": "linears",
     "decoder_plan": "decoders",
     "parallelize": "decoders",
+    "use_in_transformers": "in_transformers",
 }
 
 

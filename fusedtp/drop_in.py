@@ -57,18 +57,34 @@ Checked: TypeAlias = Callable[[], Any]
 
 
 class Switch:
-    """Switch that `drop_in` has turned on: `undo()` turns it off, as does the end of a `with` block."""
+    """Switch that is on: `undo()` turns it off, as does the end of a `with` block.
 
-    def __init__(self, schedule: str) -> None:
-        self.schedule = schedule
+    - `on`: the switches of its kind that are on, the one whose schedule applies last.
+    - `undone`: what turning the last one off calls.
+    """
+
+    def __init__(self, schedule: str, on: list[Switch], undone: list[Callable[[], object]]) -> None:
+        self.schedule, self._on, self._undone = schedule, on, undone
 
     def undo(self) -> None:
-        """Give torch's ops back, unless another switch is on. A second call does nothing."""
-        if self in _on:
-            _on.remove(self)
-            if not _on:
-                while _undo:
-                    _undo.pop()()
+        """Give back what was replaced, unless another switch of this kind is on. A second call does nothing."""
+        if self in self._on:
+            self._on.remove(self)
+            if not self._on:
+                while self._undone:
+                    self._undone.pop()()
+
+    def turn_on(self, install: Callable[[], None]) -> Switch:
+        """Turn the switch on, by `install` if it is the first one. An `install` that fails is undone."""
+        if not self._on:
+            try:
+                install()
+            except BaseException:
+                while self._undone:
+                    self._undone.pop()()
+                raise
+        self._on.append(self)
+        return self
 
     def __enter__(self) -> Switch:
         return self
@@ -77,9 +93,8 @@ class Switch:
         self.undo()
 
 
-# The switches that are on, the one whose schedule applies last; and what turning the last one off calls.
 _on: list[Switch] = []
-_undo: list[Callable[[], None]] = []
+_undo: list[Callable[[], object]] = []
 _said: set[tuple[str, str]] = set()
 
 
@@ -100,11 +115,7 @@ def drop_in(schedule: str = "auto") -> Switch:
     Raises ValueError for an unknown schedule, and RuntimeError if this torch's ops differ from those known here.
     """
     dispatch.check_schedule(schedule)
-    switch = Switch(schedule)
-    if not _on:
-        _install()
-    _on.append(switch)
-    return switch
+    return Switch(schedule, _on, _undo).turn_on(_install)
 
 
 def if_asked() -> None:

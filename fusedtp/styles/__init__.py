@@ -8,4 +8,5 @@ decoders      parallelize: the whole plan of a Hugging Face decoder, and the che
 stack         the parts of a decoder, by name
 tokens        split tokens, heads, tied heads
 lora          adapters of peft
+in_transformers   use_in_transformers: the styles of transformers' own tensor parallelism, with our forwards
 """

@@ -81,39 +81,50 @@ class FusedEmbedding(Watched, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up indices [..], the same on every rank; return [.., features], or this rank's part of it."""
-        check_dense("input", input)
-        # torch would check this too, but a rank without rows looks nothing up.
-        if input.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
-        if isinstance(input, DTensor):
-            input = input.redistribute(placements=[Replicate()]).to_local()
-        output = positive(self.style.output_layouts, input.ndim + 1, "output_layouts")
-        sizes, rank = chunk_sizes(self.num_embeddings, self.mesh.size()), self.mesh.get_local_rank()
-        begin, size = offsets(sizes)[rank], sizes[rank]
-        # A fake tensor has no values to look at.
-        has_values = type(input) in PLAIN and input.device.type == "cpu" and not torch.compiler.is_compiling()
-        if has_values and input.numel():
-            low, high = torch.aminmax(input)
-            if low < 0 or high >= self.num_embeddings:
-                raise IndexError(f"indices must be from 0 to {self.num_embeddings - 1}, got {int(low)} to {int(high)}")
         (parameter,) = self.read("weight")
-        weight = local(parameter, 2)
-        rows = input - begin
-        # On other devices the lookup itself finds indices out of range: the first and the last rank mask none of them.
-        outside = (rows < 0) if begin else torch.zeros_like(rows, dtype=torch.bool)
-        if begin + size < self.num_embeddings:
-            outside = outside | (rows >= size)
-        if size:
-            padding = self.padding_idx
-            own = None if padding is None or not begin <= padding < begin + size else padding - begin
-            found = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
-        else:
-            # The weight takes part in the graph, so this rank joins the collectives of backward.
-            found = weight.new_zeros(*input.shape, self.embedding_dim) + weight.sum()
-        options: dict[str, Any] = {"group": self.mesh.get_group(), "schedule": self.style.schedule}
-        if isinstance(output, Shard):
-            lengths = chunk_sizes(found.shape[output.dim], self.mesh.size())
-            y = collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options)
-        else:
-            y = collectives.all_reduce(found, **options)
-        return y if self.style.use_local_output else as_dtensor(y, self.mesh, output, tuple(found.shape))
+        style = self.style
+        y, shape = look_up(self, parameter, input, self.mesh, style.output_layouts, style.schedule)
+        output = positive(style.output_layouts, y.ndim, "output_layouts")
+        return y if style.use_local_output else as_dtensor(y, self.mesh, output, shape)
+
+
+def look_up(
+    embedding: nn.Embedding, parameter: Any, input: Tensor, mesh: DeviceMesh, output_layouts: Placement, schedule: str
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Look up indices [..] in the ranks' rows, and return the result in its layout, and the whole result's shape.
+
+    `parameter`: the embedding's weight, split by rows as DTensor does.
+    """
+    check_dense("input", input)
+    # torch would check this too, but a rank without rows looks nothing up.
+    if input.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input must be indices in torch.int64 or torch.int32, got {input.dtype}")
+    if isinstance(input, DTensor):
+        input = input.redistribute(placements=[Replicate()]).to_local()
+    output = positive(output_layouts, input.ndim + 1, "output_layouts")
+    sizes, rank = chunk_sizes(embedding.num_embeddings, mesh.size()), mesh.get_local_rank()
+    begin, size = offsets(sizes)[rank], sizes[rank]
+    # A fake tensor has no values to look at.
+    has_values = type(input) in PLAIN and input.device.type == "cpu" and not torch.compiler.is_compiling()
+    if has_values and input.numel():
+        low, high = torch.aminmax(input)
+        if low < 0 or high >= embedding.num_embeddings:
+            raise IndexError(f"indices must be from 0 to {embedding.num_embeddings - 1}, got {int(low)} to {int(high)}")
+    weight = local(parameter, 2)
+    rows = input - begin
+    # On other devices the lookup itself finds indices out of range: the first and the last rank mask none of them.
+    outside = (rows < 0) if begin else torch.zeros_like(rows, dtype=torch.bool)
+    if begin + size < embedding.num_embeddings:
+        outside = outside | (rows >= size)
+    if size:
+        padding = embedding.padding_idx
+        own = None if padding is None or not begin <= padding < begin + size else padding - begin
+        found = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
+    else:
+        # The weight takes part in the graph, so this rank joins the collectives of backward.
+        found = weight.new_zeros(*input.shape, embedding.embedding_dim) + weight.sum()
+    options: dict[str, Any] = {"group": mesh.get_group(), "schedule": schedule}
+    if isinstance(output, Shard):
+        lengths = chunk_sizes(found.shape[output.dim], mesh.size())
+        return collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options), tuple(found.shape)
+    return collectives.all_reduce(found, **options), tuple(found.shape)
