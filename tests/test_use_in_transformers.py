@@ -270,29 +270,41 @@ def test_without_transformers() -> None:
 
 
 # A spread of families; all of them with FUSEDTP_SOAK=large.
-FAMILIES = ("Gemma2Config", "GptOssConfig", "Olmo2Config", "OPTConfig", "Qwen3MoeConfig", "GPT2Config")
+FAMILIES = ("Gemma2Config", "GptOssConfig", "Olmo2Config", "OPTConfig", "Qwen3MoeConfig", "ApertusConfig")
+# Plans of transformers 5.24 whose results or gradients are not those of one process.
+UNLIKE_ONE_PROCESS = (
+    "Apertus1p5TextConfig", "ApertusConfig", "HrmTextConfig", "Inkling2LoopTextConfig", "Inkling2TextConfig",
+)  # fmt: skip
 
 
 def outcome(group: ProcessGroup, name: str, folder: Path) -> str:
-    """Return how a family fares over this package: right, "refused" as by transformers itself, or "not built"."""
+    """Return how a family fares over this package: right, refused as by transformers itself, not built, or wrong.
+
+    "as transformers" is what has the bits of transformers' own tensor parallelism, and is not that of one process.
+    """
+    from transformers import AutoModelForCausalLM
+
     from .causal_models import NotBuiltError
 
     try:
         dense = tiny(name)
     except NotBuiltError as error:
         return f"not built: {error}"
+    expected: list[Any] = []
+    got: list[Any] = []
     with ranks_of(group):
         saved(group, dense, folder)
-        expected: list[Any] = []
         refusal = told(lambda: expected.append(run(load(group, folder))))
-        got: list[Any] = []
         with fusedtp.use_in_transformers():
             error = told(lambda: got.append(run(load(group, folder))))
-    if refusal and error:
-        return "refused" if refusal.partition("\n")[0] == error.partition("\n")[0] else f"{refusal!r}, ours {error!r}"
-    if error:
-        return error
-    return unlike(got[0], run(dense)) or (unlike(got[0], expected[0]) if expected else "") or "right"
+        if error:
+            alike = refusal.partition("\n")[0] == error.partition("\n")[0]
+            return f"refused: {error}" if alike else f"wrong: {error}, transformers {refusal}"
+        of_one = unlike(got[0], run(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)))
+    if of_one and expected and all(torch.equal(got[0][each], value) for each, value in expected[0].items()):
+        return f"as transformers: {of_one}"
+    of_theirs = unlike(got[0], expected[0]) if expected else ""
+    return f"wrong: {of_one or of_theirs}" if of_one or of_theirs else "right"
 
 
 def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
@@ -311,6 +323,5 @@ def names() -> list[str]:
 
 @pytest.mark.parametrize("name", names())
 def test_every_family(pool: RankPool, name: str, tmp_path: Path) -> None:
-    found = set(pool.run(outcome, name, tmp_path, world_size=2))
-    assert len(found) == 1
-    assert found.pop().partition(":")[0] in ("right", "refused", "not built")
+    (found,) = {each.partition(":")[0] for each in pool.run(outcome, name, tmp_path, world_size=2)}
+    assert found in (("as transformers",) if name in UNLIKE_ONE_PROCESS else ("right", "refused", "not built"))

@@ -51,7 +51,7 @@ def use_in_transformers(schedule: str = "auto") -> Switch:
 
     Models that `from_pretrained` splits while the switch is on, with `DistributedConfig(tp_size=...)` or `tp_plan`, use
     the ops of this package, also after it is off: every model for which transformers has a plan. Results and gradients
-    are those of transformers' own styles. Loading, `save_pretrained`, `generate` and Trainer are unchanged.
+    are those of transformers' own styles. Loading, `save_pretrained` and `generate` are unchanged.
 
     - `schedule`: as in `all_gather_linear`. While several switches are on, the last one's.
 
