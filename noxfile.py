@@ -33,6 +33,8 @@ TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline and not bench")
 # What constraints.txt pins, and the oldest and the newest Triton that the tests know.
 PINNED = dict(re.findall(r"(?m)^(torch|triton)==(.*)$", Path("constraints.txt").read_text()))
 OLDEST, NEWEST = "3.6.0", "3.9.0"
+# The oldest transformers that `use_in_transformers` knows.
+OLDEST_TRANSFORMERS = "5.23.0"
 # CUDA builds of torch, each with its Triton: the oldest that is supported, and a newer one.
 CUDA_BUILDS = {"2.11.0": "3.6.0", "2.14.1": "3.8.0"}
 
@@ -69,8 +71,8 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_oldest(session: nox.Session) -> None:
-    """The same with the oldest Triton that is supported."""
-    install(session, triton=OLDEST)
+    """The same with the oldest Triton and the oldest transformers that are supported."""
+    install(session, triton=OLDEST, transformers=OLDEST_TRANSFORMERS)
     session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
 
 
