@@ -179,6 +179,7 @@ class ShardedLinear(parameters.Watched):
                 "feature_sizes that are not as DTensor splits them hold for the same ranks only"
             )
             return
+        parameters.own_parts(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

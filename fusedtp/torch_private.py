@@ -214,6 +214,15 @@ def dtensor_like(values: Tensor, dtensor: Any) -> Tensor:
     return made
 
 
+_MIXED = (
+    "some of these tensors are DTensors, as split parameters and their gradients are, and others are plain. Plain "
+    "gradients that are equal on all ranks: call clip_grad_norm_ inside "
+    "torch.distributed.tensor.experimental.implicit_replication(), with foreach at its default, and leave foreach of "
+    "an optimizer at its default too. If tokens are split, each rank has the plain gradients of its own tokens only: "
+    "give such a norm fusedtp.FusedNormParallel, which makes its parameters DTensors"
+)
+
+
 def on_multi_tensor_changes(count: Callable[[Any], None]) -> None:
     """Call `count` with each DTensor that a multi-tensor op has changed in place: `torch._foreach_*_`, `_fused_*_`.
 
@@ -224,13 +233,23 @@ def on_multi_tensor_changes(count: Callable[[Any], None]) -> None:
 
     dispatcher: Any = DTensor._op_dispatcher
 
-    def changed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def explained(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], handler: Any) -> Any:
         # Without a handler the dispatcher runs the op itself.
         dispatcher._custom_op_handlers.pop(op, None)
         try:
-            made = op(*args, **kwargs)
+            return op(*args, **kwargs)
+        except RuntimeError as error:
+            if "got mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise RuntimeError(f"{_MIXED} ({error})") from error
         finally:
-            dispatcher._custom_op_handlers[op] = changed
+            dispatcher._custom_op_handlers[op] = handler
+
+    def read(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return explained(op, args, kwargs, read)
+
+    def changed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = explained(op, args, kwargs, changed)
         # The first argument has the parameters, the others gradients and an optimizer's state.
         for each in args[0]:
             if isinstance(each, DTensor):
@@ -242,6 +261,7 @@ def on_multi_tensor_changes(count: Callable[[Any], None]) -> None:
         if packet.startswith(("_foreach_", "_fused_")) and packet.endswith("_"):
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
             dispatcher._custom_op_handlers.setdefault(op, changed)
+    dispatcher._custom_op_handlers.setdefault(torch.ops.aten._foreach_norm.Scalar, read)
 
 
 # Tensors that later calls use are always made outside of torch.inference_mode: an op in training may neither write nor

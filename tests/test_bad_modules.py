@@ -99,8 +99,11 @@ class Here:
         pass
 
 
-def loaded(here: Here) -> object:
-    return here.column().load_state_dict({"weight": ones(8, 6), "bias": ones(8)})
+def mixed(here: Here) -> list[nn.Parameter]:
+    made = [*nn.LayerNorm(8).parameters(), *here.rowwise.parameters()]
+    for each in made:
+        each.grad = torch.ones_like(each)
+    return made
 
 
 def changed(here: Here) -> object:
@@ -199,8 +202,6 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
      ValueError, "weight must have x's dtype, torch.float32, got torch.bfloat16"),
     ("a layer on meta", lambda h: h.column(device="meta")(ones(*X)),
      ValueError, "weight must be on x's device, cpu, got meta"),
-    ("the whole state in a shard", loaded,
-     RuntimeError, "got mixed torch.Tensor and DTensor"),
     # Styles of parallelize_module.
     ("layout is a name", lambda h: FusedColwiseParallel(input_layouts="Shard(0)"),
      ValueError, "input_layouts must be Shard(dim) or Replicate(), got 'Shard(0)'"),
@@ -226,7 +227,11 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
     ("a norm's style on no mesh", lambda h: FusedNormParallel()._apply(nn.LayerNorm(4), None),
      TypeError, "device_mesh must be a DeviceMesh, got"),
     ("a style on an embedding", lambda h: parallelize_module(nn.Embedding(4, 4), h.mesh, FusedColwiseParallel()),
-     NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: torch.distributed.tensor.parallel."),
+     NotImplementedError, "FusedColwiseParallel is for nn.Linear, got Embedding: in the place of torch's Rowwise"),
+    ("clipping beside a plain norm", lambda h: nn.utils.clip_grad_norm_(mixed(h), 1.0),
+     RuntimeError, "some of these tensors are DTensors, as split parameters and their gradients are, and others are"),
+    ("an optimizer beside a plain norm", lambda h: torch.optim.AdamW(mixed(h), foreach=True).step(),
+     RuntimeError, "some of these tensors are DTensors, as split parameters and their gradients are, and others are"),
     ("a style on a subclass", lambda h: h.styled(FusedColwiseParallel(), module=NonDynamicallyQuantizableLinear(4, 4)),
      NotImplementedError, "got NonDynamicallyQuantizableLinear, a subclass that may compute something else"),
     ("a parametrization on a norm with a style",

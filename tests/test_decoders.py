@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 import fusedtp
@@ -411,8 +410,7 @@ def test_saved_by_hugging_face(group: ProcessGroup, tmp_path: Path) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        with implicit_replication():
-            model.load_state_dict(dense.state_dict())
+        model.load_state_dict(dense.state_dict())
         loaded = get_model_state_dict(model, options=options)
         assert all(torch.equal(loaded[key], value) for key, value in state.items())
 

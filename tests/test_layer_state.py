@@ -219,7 +219,7 @@ def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("world_size", [4, 1])
 @on_ranks()
 def test_dense_states(group: ProcessGroup, world_size: int) -> None:
-    """Export a whole state, import it into a model with another seed, and load DTensors by load_state_dict."""
+    """Export a whole state, import it into a model with another seed; load_state_dict takes both kinds of tensors."""
     options = StateDictOptions(full_state_dict=True)
     ours, expected = model(group, 3), dense(3).state()
     out = get_model_state_dict(ours, options=options)
@@ -234,9 +234,11 @@ def test_dense_states(group: ProcessGroup, world_size: int) -> None:
             other, given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         )
         assert_same(whole(other.state_dict()), out, f"broadcast {broadcast}")
-    other = model(group, 4)
-    other.load_state_dict(ours.state_dict())
-    assert_same(whole(other.state_dict()), out, "load_state_dict")
+    for state, assign in ((ours.state_dict(), False), (expected, False), (expected, True)):
+        other = model(group, 4)
+        other.load_state_dict(state, assign=assign)
+        assert_same(whole(other.state_dict()), out, f"load_state_dict, assign {assign}")
+    assert all(torch.equal(value, out[key]) for key, value in expected.items())
 
 
 def with_fsdp(on_meta: bool) -> nn.Module:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -124,6 +124,21 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
             values.narrow(dim, rank * longest, size).copy_(given.narrow(dim, first, size))
     # Nothing is sent: every rank keeps its part of its own copy.
     parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+
+def own_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace whole plain tensors of a state by this rank's parts, as a DTensor takes only DTensors; nothing is sent.
+
+    Every rank loads the same state. This is a pre-hook of load_state_dict.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    own: Mapping[str, Any] = module._parameters
+    for name, parameter in own.items():
+        value: Any = state_dict.get(f"{prefix}{name}")
+        if hasattr(parameter, "placements") and type(value) in PLAIN and value.shape == parameter.shape:
+            lies = parameter.device_mesh, parameter.placements
+            state_dict[f"{prefix}{name}"] = distribute_tensor(value.detach(), *lies, src_data_rank=None)
 
 
 def part(parameter: Any, ndim: int) -> Tensor:

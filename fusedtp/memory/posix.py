@@ -73,7 +73,10 @@ def _why(rank: int, peer: int, code: int, here: Endpoint, there: Endpoint) -> st
     if code == OTHER_MACHINE:
         return "they are on different machines: use schedule 'unfused' between machines"
     if code == OTHER_NAMESPACE:
-        return "they are in different pid namespaces: start the ranks of a machine in one container"
+        return (
+            "they are in different pid namespaces: if they run on one machine, start them in one pid namespace, as "
+            "docker run --pid=host does; use schedule 'unfused' between machines"
+        )
     if code == OTHER_FILE:
         return "what it found there is not the file that was announced"
     said = os.strerror(code)

@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import collectives, groups
 from ..calls import arguments, autograd, dispatch, operators, problems
-from ..calls.parameters import Watched, as_dtensor, local
+from ..calls.parameters import Watched, as_dtensor, local, own_parts
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
@@ -225,7 +225,10 @@ def unfit(module: nn.Module) -> str:
         return "one with a parametrization: remove_parametrizations first, or register it on what the style has made"
     kind = type(module).__name__
     if isinstance(module, nn.Embedding):
-        return f"{kind}: torch.distributed.tensor.parallel.ColwiseParallel and RowwiseParallel take embeddings"
+        return (
+            f"{kind}: in the place of torch's RowwiseParallel, fusedtp.FusedEmbeddingParallel(output_layouts=...) "
+            "splits it by vocabulary; torch.distributed.tensor.parallel.ColwiseParallel splits it by features"
+        )
     if not isinstance(module, nn.Linear):
         return f"{kind}, which torch's styles do not take either"
     if isinstance(module, FusedLinear):
@@ -433,6 +436,7 @@ def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | 
         if placement is not None and found != (device_mesh, (placement,)):
             value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=src_data_rank)
             setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    module.register_load_state_dict_pre_hook(own_parts)
 
 
 def convert(module: nn.Module, kind: type[nn.Module], **attributes: object) -> nn.Module:
