@@ -15,6 +15,7 @@ from .errors import NotationError, PeerTimeout, RanksDisagree
 from .explain import explain
 from .functional import all_gather_linear, fsdp_linear, linear_all_reduce, linear_reduce_scatter, sharded_matmul
 from .layers import ColumnParallelLinear, FSDPLinear, ParallelMLP, RowParallelLinear
+from .memory import Unreachable
 from .scaled import Scaled, scaled
 from .sharding.plan import plan
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .styles.in_transformers import use_in_transformers
     from .styles.linears import FusedColwiseParallel, FusedRowwiseParallel
     from .styles.norms import FusedNormParallel
+    from .styles.pretrained import from_pretrained
     from .workspaces.registry import check, destroy, set_timeout
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "RanksDisagree",
     "RowParallelLinear",
     "Scaled",
+    "Unreachable",
     "all_gather",
     "all_gather_linear",
     "all_reduce",
@@ -54,6 +57,7 @@ __all__ = [
     "destroy",
     "drop_in",
     "explain",
+    "from_pretrained",
     "fsdp",
     "fsdp_linear",
     "last_path",
@@ -78,6 +82,7 @@ _STYLES = {
     "FusedNormParallel": "norms",
     "FusedRowwiseParallel": "linears",
     "decoder_plan": "decoders",
+    "from_pretrained": "pretrained",
     "parallelize": "decoders",
     "use_in_transformers": "in_transformers",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -213,3 +214,13 @@ def test_a_rank_that_does_not_come(group: ProcessGroup) -> None:
     finally:
         fusedtp.set_timeout(110, group=group)
     fusedtp.parallelize(model, mesh)
+
+
+@on_ranks(2)
+def test_around_a_split_model(group: ProcessGroup) -> None:
+    model = fusedtp.parallelize(decoder("Llama"), mesh_of(group))
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(
+            NotImplementedError, match=r"takes no model that fusedtp\.parallelize has split: .* fully_sh"
+        ):
+            nn.parallel.DistributedDataParallel(each, process_group=group)

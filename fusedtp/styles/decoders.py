@@ -40,7 +40,7 @@ from ..op import ANY_ORDER, RANK_ORDER, Options, Order
 from ..scaled import Float8
 from ..shards import chunk_sizes
 from ..workspaces import agreement, timeouts
-from . import lora
+from . import lora, meta
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
@@ -68,12 +68,12 @@ def model_given(model: nn.Module) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     return {
-        name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}"
+        name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}{' on meta' * each.is_meta}"
         for name, each in model.named_parameters(remove_duplicate=False)
     } | {f"config.{name}": repr(value) for name, value in values.items() if name[:1] != "_"}
 
 
-def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
+def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str = _OP) -> None:
     """Compare the ranks' `mine`; if they differ, raise RanksDisagree on every rank, with the first difference.
 
     Raises PeerTimeout with the first rank that has left nothing in the group's store, for instance because it is still
@@ -84,8 +84,8 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
     store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
     deadline = time.monotonic() + seconds
     # The store counts the calls, as it may outlive the group.
-    call = store.add(f"fusedtp/{_OP}/calls/{rank}", 1)
-    keys = [f"fusedtp/{_OP}/{call}/{peer}" for peer in range(group.size())]
+    call = store.add(f"fusedtp/{op}/calls/{rank}", 1)
+    keys = [f"fusedtp/{op}/{call}/{peer}" for peer in range(group.size())]
     store.set(keys[rank], json.dumps(mine))
     everyone: list[dict[str, str]] = []
     try:
@@ -99,12 +99,12 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str]) -> None:
         store.delete_key(keys[rank])
         if not isinstance(error, RuntimeError):
             raise
-        absent = "it has not called parallelize, or has given up; where it loads for longer, fusedtp.set_timeout allows"
-        raise PeerTimeout(_OP, rank, len(everyone), seconds, f"{absent} more") from error
+        absent = f"it has not called {op}, or has given up; where it loads for longer, fusedtp.set_timeout allows"
+        raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more") from error
     # A peer that has written this record has read all of the previous one.
-    store.delete_key(f"fusedtp/{_OP}/{call - 1}/{rank}")
-    if text := agreement.difference(_OP, everyone):
-        raise RanksDisagree(text, _OP, rank, tuple(everyone))
+    store.delete_key(f"fusedtp/{op}/{call - 1}/{rank}")
+    if text := agreement.difference(op, everyone):
+        raise RanksDisagree(text, op, rank, tuple(everyone))
 
 
 # `parallelize` warns if a larger share of the bytes stays whole.
@@ -374,17 +374,9 @@ def decoder_plan(
     return plan
 
 
-def _ties(model: nn.Module) -> list[list[str]]:
-    # For each parameter with several names, its names.
-    names: dict[int, list[str]] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(each), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
-
-
 def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> None:
     # A parameter with several names can stay one only if it is laid out alike under each name. The plan tells.
-    ties = _ties(model)
+    ties = meta.ties(model)
     lies: dict[int, list[str]] = {}
     for pattern, styles in plan.items() if ties else ():
         for style in styles:
@@ -444,18 +436,21 @@ def parallelize(
     said = {"model": type(model).__name__, **said}
     try:
         plan = decoder_plan(model, device_mesh.size(), **options)
+        lasting = meta.rebuilt(model)
     except Exception as error:
         # Tell the other ranks, which would wait for this one.
         compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
     compare_given(device_mesh.get_group(), {**said, "plan": "made", **planned, **model_given(model)})
+    if meta.is_on_meta(model):
+        meta.keep(model, lasting, device_mesh.device_type)
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         left = whole(decoder, plan)
         if sum(left.values()) > _TOLD and device_mesh.size() > 1 and device_mesh.get_local_rank() == 0:
             warnings.warn(f"parallelize leaves {told(left)}", stacklevel=2)
-        ties, tokens = _ties(decoder), Tokens() if sequence_parallel else None
+        tied, tokens = meta.ties(decoder), Tokens() if sequence_parallel else None
         for pattern, styles in plan.items():
             for name, module in list(matching(decoder, pattern)):
                 for each in (module, *lora.copies(adapted.get(name))):
@@ -463,23 +458,31 @@ def parallelize(
                         given = {"src_data_rank": src_data_rank, "keeps_ties": True, "tokens": tokens}
                         vars(style).update(given)
                         style._apply(each, device_mesh)
-        for names in ties:
-            first = decoder.get_parameter(names[0])
-            for name in names[1:]:
-                owner, _, own = name.rpartition(".")
-                setattr(decoder.get_submodule(owner), own, first)
+        meta.tie(decoder, tied)
     for module in adapted.values():
         lora.split(module, device_mesh, src_data_rank)
     for module in model.modules():
         for name, instead in {**_REPLACED, **({"generate": _generate} if loss_parallel else {})}.items():
             if hasattr(type(module), name):
                 setattr(module, name, partial(instead, module))
+    model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
     if src_data_rank is not None:
         # Tensors that no style has made DTensors: every rank gets those of `src_data_rank`.
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 same_as(src_data_rank, tensor, device_mesh)
     return model
+
+
+class _RefuseDDP:
+    # DistributedDataParallel reads the names of a model's parameters that it leaves alone before it does anything.
+
+    def __iter__(self) -> Iterator[str]:
+        raise NotImplementedError(
+            "DistributedDataParallel takes no model that fusedtp.parallelize has split: it would average the parts of "
+            "different ranks. Ranks of the mesh need no wrapper, their gradients are whole. For more data-parallel "
+            "ranks, give parallelize one dim of a 2-D mesh, and fully_shard the other (docs/guide/training.md)"
+        )
 
 
 def _save(model: Any, *args: Any, state_dict: Mapping[str, Any] | None = None, **options: Any) -> Any:
