@@ -43,6 +43,7 @@ from ..workspaces import agreement, timeouts
 from . import lora, meta
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
+from .inputs import CompareInputs
 from .linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
@@ -401,7 +402,7 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
 def parallelize(
     model: nn.Module, device_mesh: DeviceMesh, *, sequence_parallel: bool = True, loss_parallel: bool = False,
     schedule: str = "auto", float8: Float8 | None = None, order: Order = RANK_ORDER,
-    src_data_rank: int | None = 0,
+    src_data_rank: int | None = 0, compare_inputs: bool = True,
 ) -> nn.Module:  # fmt: skip
     """Split a Hugging Face decoder over a 1-D mesh, in place.
 
@@ -418,6 +419,8 @@ def parallelize(
       exceptions that are added in rank order: those of norms, and, if ranks share key and value heads, those before
       such heads.
     - `src_data_rank`: rank whose parameters and buffers all ranks get. None: all ranks have the same.
+    - `compare_inputs`: compare the ranks' tokens, masks and labels in the first two calls and every 64th, and raise
+      RanksDisagree on every rank if they differ. Calls under torch.compile or in a CUDA graph are not compared.
 
     Call the model as before, with the same inputs on every rank. By default it returns whole logits. Split parameters
     become DTensors and keep their names, except packed ones: each of their parts has its own name. If more than a tenth
@@ -432,7 +435,9 @@ def parallelize(
         "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel, "schedule": schedule,
         "float8": float8, "order": order,
     }  # fmt: skip
-    said = {name: repr(value) for name, value in {**options, "src_data_rank": src_data_rank}.items()}
+    compares = arguments.flag("compare_inputs", compare_inputs)
+    others = {"src_data_rank": src_data_rank, "compare_inputs": compares}
+    said = {name: repr(value) for name, value in {**options, **others}.items()}
     said = {"model": type(model).__name__, **said}
     try:
         plan = decoder_plan(model, device_mesh.size(), **options)
@@ -465,6 +470,9 @@ def parallelize(
         for name, instead in {**_REPLACED, **({"generate": _generate} if loss_parallel else {})}.items():
             if hasattr(type(module), name):
                 setattr(module, name, partial(instead, module))
+    group = device_mesh.get_group()
+    if compares and group.size() > 1 and not groups.is_fake(group):
+        decoder.register_forward_pre_hook(CompareInputs(device_mesh, schedule), with_kwargs=True, prepend=True)
     model._ddp_params_and_buffers_to_ignore = _RefuseDDP()  # type: ignore[assignment]
     if src_data_rank is not None:
         # Tensors that no style has made DTensors: every rank gets those of `src_data_rank`.
