@@ -28,7 +28,7 @@ IN_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 # Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
 # alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
 IN_THREE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
-TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline and not bench")
+TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline")
 
 # What constraints.txt pins, and the oldest and the newest Triton that the tests know.
 PINNED = dict(re.findall(r"(?m)^(torch|triton)==(.*)$", Path("constraints.txt").read_text()))
@@ -196,7 +196,7 @@ def bench(session: nox.Session) -> None:
     )
     folder = f"results/{str(name).split()[-1]}/benchmarks"
     options = (f"--benchmark-storage={folder}", "--benchmark-save-data")
-    session.run("pytest", "tests/test_bench.py", "-m", "bench", *options, *session.posargs, env=ONE_THREAD)
+    session.run("python", "-P", "-m", "fusedtp.bench.ratios", *options, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

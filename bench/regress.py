@@ -1,6 +1,8 @@
-"""Compare this checkout with a stored baseline of this machine: `nox -s regress`, exit status 1 if it is slower.
+"""Compare the installed package with a stored baseline of this machine: exit status 1 if it is slower.
 
-Times on a shared machine vary more from hour to hour than by a regression. So a benchmark of tests/test_bench.py is a
+    python -m fusedtp.bench.regress --out FOLDER    # nox -s regress: in a checkout, to results/
+
+Times on a shared machine vary more from hour to hour than by a regression. So a benchmark of `ratios` is a
 ratio of two times of one round: of every schedule to the matmul alone, and to `unfused`. A launch on fresh ranks, which
 draws their placement and memory again, gives one number for each: the median over its rounds.
 
@@ -23,6 +25,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean, median, stdev
@@ -50,7 +53,7 @@ MOST_LIMIT = 1.1
 LAUNCH_SECONDS = 30.0
 # Slowdown of the matmul alone from which a busy machine is mentioned beside a regression.
 BUSY = 1.5
-BENCHMARKS = Path("tests/test_bench.py")
+BENCHMARKS = f"{__package__}.ratios"
 # Fields that identify a machine. Driver and versions are not among them: they may be the change to be judged.
 IDENTITY = ("name", "cpu", "cores", "gpu", "num_gpus", "links")
 # Range of plausible numbers in a file.
@@ -197,13 +200,13 @@ def run(folder: Path, name: str, launches: int, plant: str, against: Path | None
     pytest-benchmark shows the results beside those of the file `against`. Exit with 1 if a benchmark fails, for example
     with a wrong result.
     """
-    if not BENCHMARKS.exists():
-        raise ValueError(f"there is no {BENCHMARKS}: run it in the folder of a checkout")
+    if find_spec("pytest_benchmark") is None:
+        raise ValueError("pytest-benchmark is not installed: python -m pip install pytest-benchmark")
     options = [f"--benchmark-storage={folder}", f"--benchmark-save={name}", "--benchmark-save-data", "-q"]
     options += [f"--benchmark-compare={against}", "--benchmark-sort=name"] if against else ["--benchmark-quiet"]
     env = {**os.environ, "FUSEDTP_LAUNCHES": str(launches), "FUSEDTP_PLANT": plant}
     # -P, as this folder's fusedtp/ is not the installed package.
-    if subprocess.run([sys.executable, "-P", "-m", "pytest", str(BENCHMARKS), *options], env=env).returncode:
+    if subprocess.run([sys.executable, "-P", "-m", BENCHMARKS, *options], env=env).returncode:
         raise typer.Exit(1)
     return history(folder)[-1]
 

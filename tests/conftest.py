@@ -1,7 +1,4 @@
-"""One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result.
-
-pytest-benchmark saves the machine with its timings, and timings of another machine are not compared.
-"""
+"""One pool of rank processes for the whole run, with uninitialised memory that no test can mistake for a result."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +15,8 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench import forks
-from fusedtp.bench.machine import describe
 from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import Pending, RankError, RankPool
-from fusedtp.bench.regress import differences
 from fusedtp.bench.store import Measurement
 
 # This machine's tuning table must not choose the schedules of the tests.
@@ -141,33 +135,6 @@ def make_row() -> Callable[..., Measurement]:
         return Measurement(**given)
 
     return make
-
-
-# Optional: a GPU machine's own environment may be without pytest-benchmark.
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
-    return {name: value for name, value in asdict(describe()).items() if name not in ("commit", "dirty")}
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
-    here = describe()
-    return {"id": here.commit, "dirty": here.dirty}
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_scale_unit(unit: str, benchmarks: list[Mapping[str, Any]]) -> tuple[str, float] | None:
-    """Show ratios unscaled."""
-    ratios = unit == "seconds" and all(each["name"].startswith("test_ratio") for each in benchmarks)
-    return ("", 1.0) if ratios else None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_benchmark_compare_machine_info(
-    machine_info: Mapping[str, Any], compared_benchmark: Mapping[str, Any]
-) -> None:
-    if different := differences(compared_benchmark["machine_info"], machine_info):
-        raise pytest.UsageError(f"saved on another machine: {different}")
 
 
 def started(group: ProcessGroup) -> tuple[int, dict[Any, int]]:

@@ -1,4 +1,4 @@
-"""Files as pytest-benchmark saves them for tests/test_bench.py, made without running it."""
+"""Files as pytest-benchmark saves them for `fusedtp.bench.ratios`, made without running it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def saved(samples: Mapping[str, Sequence[float]], machine: Machine) -> bytes:
     for key, values in samples.items():
         stats, name = Stats(), f"test_ratio[{key}]"
         stats.data = list(values)
-        names = {"group": "ratios", "name": name, "fullname": f"tests/test_bench.py::{name}", "params": {"key": key}}
+        names = {"group": "ratios", "name": name, "fullname": f"ratios.py::{name}", "params": {"key": key}}
         about = {"param": key, "extra_info": {"matmul_ms": 3.0}, "options": {"min_rounds": 5, "timer": "stopwatch"}}
         benchmarks.append(names | about | {"stats": stats.as_dict() | {"iterations": 1, "data": stats.data}})
     about: dict[str, Any] = asdict(machine)

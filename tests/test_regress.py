@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import typer
 
-from fusedtp.bench import regress
+from fusedtp.bench import ratios, regress
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.regress import BASELINE_LAUNCHES, LAUNCHES, Measured, NotComparable, excess, judge
 
@@ -313,50 +313,42 @@ def test_what_can_be_planted() -> None:
             regress.planted(text, schedules)
 
 
-# tests/test_bench.py on made-up rounds: the timer, the stored numbers and the selection are its own.
-STUB = """
-import importlib.util, json, os, sys
-import pytest
-spec = importlib.util.spec_from_file_location("fusedtp_bench", os.environ["BENCHMARKS"])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
+# A plugin of pytest that gives the benchmarks made-up rounds: timer, stored numbers and selection are their own.
+MADE_UP = """
+import json, os, sys
+from types import SimpleNamespace
+from fusedtp.bench import ratios
 SLOWER = json.loads(os.environ["SLOWER"])
+WRONG = os.environ.get("WRONG", "")
 number = [0]
 def launch(tracked):
-    from types import SimpleNamespace
     number[0] += 1
     print("launch", *(str(each.case.op) for each in tracked), file=sys.stderr)
     noise = 1 + 0.01 * (number[0] % 3)
+    plant = ratios.planted(os.environ.get("FUSEDTP_PLANT", ""), ratios.SCHEDULES).get("decomposed", 1.0)
     return {
         each: {
             name: SimpleNamespace(rounds_ms=(ms, 2 * ms, 3 * ms), median_ms=2 * ms, path="", error_ratio=0.5,
-                                  variant=name, failed=False, gate="passed")
-            for name, ms in (("matmul", 1.0), ("unfused", 2.0),
-                             ("decomposed", 1.5 * noise * SLOWER * module.planted(os.environ.get("FUSEDTP_PLANT", ""),
-                                                                     module.SCHEDULES).get("decomposed", 1.0)))
+                                  variant=name, failed=bool(WRONG), gate=WRONG)
+            for name, ms in (("matmul", 1.0), ("unfused", 2.0), ("decomposed", 1.5 * noise * SLOWER * plant))
         }
         for each in tracked
     }
-module.launch = launch
-globals().update({name: each for name, each in vars(module).items() if not name.startswith("__")})
+ratios.launch = launch
 """
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with the benchmarks on made-up rounds, and these tests' hooks of pytest-benchmark."""
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_bench.py").write_text(STUB)
-    (tmp_path / "tests" / "conftest.py").write_text(
-        "from pathlib import Path\nimport importlib.util\n"
-        f"spec = importlib.util.spec_from_file_location('shared', {str(Path(__file__).parent / 'conftest.py')!r})\n"
-        "shared = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(shared)\n"
-        "globals().update({name: each for name, each in vars(shared).items() if name.startswith('pytest_benchmark')})\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\nmarkers = bench\n")
+def elsewhere_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder without a checkout, in which the benchmarks have made-up rounds. Its own files count nothing."""
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "made_up.py").write_text(MADE_UP)
+    (tmp_path / "conftest.py").write_text("raise AssertionError('read')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.setenv("BENCHMARKS", str(ROOT / "tests" / "test_bench.py"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugins"))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p made_up")
     monkeypatch.setenv("SLOWER", "1.0")
     monkeypatch.setenv("FUSEDTP_LAUNCHES", "4")
     return tmp_path
@@ -364,17 +356,17 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def pytest_in(folder: Path, *given: str, slower: float = 1.0) -> tuple[int, str]:
     """Return the exit code and output of `nox -s bench -- *given`, with `decomposed` slower by this factor."""
-    options = ["-m", "bench", "--benchmark-storage=saved", "--benchmark-save-data", "-p", "no:cacheprovider"]
+    options = ["--benchmark-storage=saved", "--benchmark-save-data"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", *options, *given], cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-P", "-m", regress.BENCHMARKS, *options, *given], cwd=folder, capture_output=True, text=True,
         env={**os.environ, "SLOWER": str(slower)},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 
-def test_options_of_pytest_benchmark_work_on_ratios(checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_options_of_pytest_benchmark_work_on_ratios(elsewhere_on_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Save, compare, fail by a tenth, and select, as users know it; `regress` reads and writes the same files."""
-    here, folder = regress.describe(), checkout / "saved"
+    here, folder = regress.describe(), elsewhere_on_disk / "saved"
     before = regress.run(folder, "before", BASELINE_LAUNCHES, "")
     baseline = regress.read(before, here)
     assert baseline.num_launches == BASELINE_LAUNCHES
@@ -382,7 +374,7 @@ def test_options_of_pytest_benchmark_work_on_ratios(checkout: Path, capfd: pytes
     assert baseline.matmul_ms == pytest.approx(2.0)
 
     fails = "--benchmark-compare-fail=median:10%"
-    code, said = pytest_in(checkout, "--benchmark-save=after", "--benchmark-compare", fails, slower=1.15)
+    code, said = pytest_in(elsewhere_on_disk, "--benchmark-save=after", "--benchmark-compare", fails, slower=1.15)
     assert code == 1
     slow = re.findall(r"test_ratio\[(\S+) / \w+\].* - Field 'median' has failed", said)
     assert {schedule.rpartition("-")[2] for schedule in slow} == {"decomposed"}
@@ -391,41 +383,34 @@ def test_options_of_pytest_benchmark_work_on_ratios(checkout: Path, capfd: pytes
     assert [each.name for each in regress.history(folder)] == ["0001_before.json", "0002_after.json"]
 
     # The first one, by its number; of one op, whose cases alone are launched.
-    code, said = pytest_in(checkout, "--benchmark-compare=0001", fails, "-s", "-k", "all_gather", slower=1.05)
+    code, said = pytest_in(elsewhere_on_disk, "--benchmark-compare=0001", fails, "-s", "-k", "all_gather", slower=1.05)
     assert code == 0, said
     assert said.count("launch all_gather_matmul all_gather_matmul\n") == said.count("launch ") == 4
 
     capfd.readouterr()
-    now = regress.read(regress.run(checkout / "now", "check", LAUNCHES, "decomposed=1.1", before), here)
+    now = regress.read(regress.run(elsewhere_on_disk / "now", "check", LAUNCHES, "decomposed=1.1", before), here)
     assert [name for name in excess(judge(now, baseline, KEYS)) if "-" not in name] == [OTHER]
     assert f"test_ratio[{IDS[1]} / matmul] (NOW)" in capfd.readouterr().out
 
 
-def test_benchmarks_that_fail_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"no tests/test_bench.py: run it in the folder of a checkout"):
-        regress.run(tmp_path, "check", 1, "")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_bench.py").write_text("def test_ratio():\n    assert False, 'a wrong result'\n")
+def test_benchmarks_that_fail_end_the_command(
+    elsewhere_on_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WRONG", "a wrong result")
     with pytest.raises(typer.Exit) as left:
-        regress.run(tmp_path, "check", 1, "")
+        regress.run(elsewhere_on_disk, "check", 1, "")
     assert left.value.exit_code == 1
+    assert "decomposed: a wrong result" in capfd.readouterr().out
+    monkeypatch.setattr(regress, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="python -m pip install pytest-benchmark"):
+        regress.run(elsewhere_on_disk, "check", 1, "")
 
 
-def test_saved_timings_are_not_compared_across_machines(pytestconfig: pytest.Config) -> None:
-    hook = pytestconfig.hook
-    pytest.importorskip("pytest_benchmark")
-    ours = hook.pytest_benchmark_generate_machine_info(config=pytestconfig)
+def test_saved_timings_are_not_compared_across_machines() -> None:
+    ours = ratios.pytest_benchmark_generate_machine_info()
     assert {"name", "gpu", "num_gpus", "links", "driver", "torch"} <= set(ours)
     assert not {"commit", "node"} & set(ours)
-
-    def compare(theirs: dict[str, Any]) -> None:
-        hook.pytest_benchmark_compare_machine_info(
-            config=pytestconfig, benchmarksession=None, machine_info=ours, compared_benchmark={"machine_info": theirs}
-        )
-
-    compare(ours)
-    with pytest.raises(pytest.UsageError, match="saved on another machine: cores"):
-        compare(ours | {"cores": ours["cores"] + 1})
-    with pytest.raises(pytest.UsageError, match="saved on another machine: name"):
-        compare({"node": "somewhere", "cpu": {"brand_raw": "Some"}})
+    ratios.pytest_benchmark_compare_machine_info(ours, {"machine_info": ours})
+    for theirs, different in ((ours | {"cores": ours["cores"] + 1}, "cores"), ({"node": "somewhere"}, "name")):
+        with pytest.raises(pytest.UsageError, match=f"saved on another machine: {different}"):
+            ratios.pytest_benchmark_compare_machine_info(ours, {"machine_info": theirs})

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from statistics import median
 
-import pytest
-
 from fusedtp.bench import regress
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.ratios import ratio_of, together
 from fusedtp.bench.regress import Tracked
 from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict
-
-pytest.importorskip("pytest_benchmark")
-from .test_bench import ratio_of, together
 
 
 def test_rounds_on_ranks(pool: RankPool) -> None:

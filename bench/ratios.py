@@ -1,38 +1,39 @@
-"""pytest-benchmark for the cases that `bench/regress.py` tracks: ratios of two times of one round, a number a launch.
+"""pytest-benchmark for the cases that `regress` tracks: ratios of two times of one round, a number a launch.
 
-`nox -s bench` runs these; arguments after -- go to pytest (`--benchmark-save=NAME`, `--benchmark-compare`,
-`--benchmark-compare-fail=median:10%`, `-k all_gather`). A "round" in its table is a launch on fresh ranks: the median
-of ratios over all rounds in which the variants took turns. Times on a shared machine differ more from run to run than
-the code does, so they are in `extra_info` only, with their rows. `nox -s regress` judges a run by a saved one.
+`python -m fusedtp.bench.ratios` runs these, as `nox -s bench` does. Arguments go to pytest (`--benchmark-save=NAME`,
+`--benchmark-compare`, `--benchmark-compare-fail=median:10%`, `-k all_gather`). A "round" in its table is a launch on
+fresh ranks: the median of ratios over all rounds in which the variants took turns. Times on a shared machine differ
+more from run to run than the code does, so they are in `extra_info` only, with their rows. `regress` judges a run by a
+saved one.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
-from fusedtp.bench.intervals import Timing
-from fusedtp.bench.jobs import Job
-from fusedtp.bench.machine import describe
-from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.regress import LAUNCHES as CHECKED
-from fusedtp.bench.regress import Tracked, cases, keys_of, num_gpus, planted, schedules
-from fusedtp.bench.store import Measurement, Outcome, rows_of
-from fusedtp.bench.sweep import rank_environment, run_job
-
-pytest.importorskip("pytest_benchmark")
-pytestmark = pytest.mark.bench
+from .cases import schedules_here as schedules
+from .intervals import Timing
+from .jobs import Job
+from .machine import describe
+from .ranks import RankPool
+from .regress import BENCHMARKS, Tracked, cases, differences, keys_of, num_gpus, planted
+from .regress import LAUNCHES as DEFAULT_LAUNCHES
+from .store import Measurement, Outcome, rows_of
+from .sweep import rank_environment, run_job
 
 # A launch goes through all cases PASSES times, with ROUNDS rounds each.
 PASSES, ROUNDS = 4, 8
 # Seconds that a call waits for its ranks on a busy machine.
 CALL_SECONDS = 300.0
-LAUNCHES = int(os.environ.get("FUSEDTP_LAUNCHES", CHECKED))
+LAUNCHES = int(os.environ.get("FUSEDTP_LAUNCHES", DEFAULT_LAUNCHES))
 GPUS = num_gpus()
 SCHEDULES = schedules(GPUS)
 VARIANTS = ("matmul", *SCHEDULES)
@@ -83,7 +84,8 @@ def launches(request: pytest.FixtureRequest) -> list[Launched]:
     found = [launch([each for each in cases(GPUS) if each in chosen]) for _ in range(LAUNCHES)]
     all_rows = [row for launched in found for rows in launched.values() for row in rows.values()]
     wrong = [f"{row.variant}: {row.gate}" for row in all_rows if row.failed]
-    assert not wrong
+    if wrong:
+        pytest.fail("; ".join(wrong))
     return found
 
 
@@ -108,3 +110,39 @@ def test_ratio(benchmark: Any, launches: list[Launched], key: str) -> None:
 
     benchmark.pedantic(one_round, rounds=len(values), iterations=1)
     assert benchmark.stats is None or benchmark.stats.stats.data == pytest.approx(values)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_generate_machine_info() -> dict[str, Any]:
+    return {name: value for name, value in asdict(describe()).items() if name not in ("commit", "dirty")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_generate_commit_info() -> dict[str, Any]:
+    here = describe()
+    return {"id": here.commit, "dirty": here.dirty}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_scale_unit(unit: str) -> tuple[str, float] | None:
+    """Show ratios unscaled."""
+    return ("", 1.0) if unit == "seconds" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_benchmark_compare_machine_info(
+    machine_info: Mapping[str, Any], compared_benchmark: Mapping[str, Any]
+) -> None:
+    if different := differences(compared_benchmark["machine_info"], machine_info):
+        raise pytest.UsageError(f"saved on another machine: {different}")
+
+
+def main(given: Sequence[str]) -> int:
+    """Run this module by pytest, as its own plugin, and return the exit code. No file of the folder is read."""
+    options = ("-p", BENCHMARKS, "-p", "no:cacheprovider", "-c", os.devnull, "--noconftest")
+    rootdir = f"--rootdir={Path(__file__).parent}"  # the benchmarks' names begin there
+    return pytest.main(["--pyargs", BENCHMARKS, *options, rootdir, *given])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
