@@ -196,7 +196,8 @@ def decoded(group: ProcessGroup, name: str, sequence_parallel: bool) -> tuple[li
     """Return the logits and the ops of a prompt and of three more steps."""
     from transformers import DynamicCache
 
-    model = fusedtp.parallelize(decoder(name), mesh_of(group), sequence_parallel=sequence_parallel)
+    options = {"sequence_parallel": sequence_parallel, "compare_inputs": False}
+    model = fusedtp.parallelize(decoder(name), mesh_of(group), **options)
     tokens, cache, logits, ops = tokens_of(), DynamicCache(config=model.config), [], []
     with torch.no_grad():
         for i, part in enumerate(tokens.split([6, 1, 1, 1], 1)):
