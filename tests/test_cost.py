@@ -81,8 +81,7 @@ def cpu_rates(rows: pd.DataFrame) -> Hardware:
 
 
 def test_measured_rows_of_a_cpu() -> None:
-    # Rows of 2 and 4 ranks.
-    rows = cpu_rows(published.ROOT / "results/cpu-intel-xeon-processor-family-6-model-167-2c/sweep.csv")
+    rows = cpu_rows(published.folder() / "sweep.csv")
     machine = cpu_rates(rows)
     two = rows[rows.world_size == 2].pivot_table(index=["op", "M", "N", "K"], columns="variant", values="median_ms")
     two = two[two.decomposed.notna()]
