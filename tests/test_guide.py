@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import fusedtp
+from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import RankPool
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +66,7 @@ def test_every_block_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    shown = re.findall(r"^::: fusedtp\.(\w+)$", PAGES["api.md"].read_text(), re.MULTILINE)
+    shown = re.findall(r"^<!-- api: fusedtp\.(\w+) -->$", PAGES["api.md"].read_text(), re.MULTILINE)
     assert len(shown) == len(set(shown))
     assert set(shown) == set(fusedtp.__all__)
     for name in shown:
@@ -74,8 +76,40 @@ def test_the_api_page_has_every_public_name() -> None:
 def test_the_site_has_every_page() -> None:
     shown = re.findall(r"^ +- ([\w/-]+\.md)$", SITE, re.MULTILINE)
     assert len(shown) == len(set(shown))
-    (excluded,) = re.findall(r"^exclude_docs: \|\n((?:  .*\n)+)", SITE, re.MULTILINE)
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
-    assert {*shown, *excluded.split()} == pages
-    for page in excluded.split():
-        assert "](../" in (DOCS / page).read_text(), f"{page} leads to no source file: it can be in the site"
+    assert set(shown) == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nsite_name: fusedtp {version}\n" in SITE
+
+
+make_site: Any = load_module("make_site", str(DOCS / "make_site.py"))
+
+
+@pytest.mark.parametrize("repository", ["https://example.org/a/b", ""])
+def test_links_of_the_site_lead_to_its_pages_or_to_the_repository(tmp_path: Path, repository: str) -> None:
+    make_site.copy(tmp_path / "site", repository)
+    pages = sorted((tmp_path / "site").rglob("*.md"))
+    found = {(page, target) for page in pages for _, target in make_site.LINK.findall(page.read_text())}
+    sources = {target for _, target in found if target.startswith("https://example.org/")}
+    assert f"{repository}/blob/HEAD/fusedtp/op.py" in sources if repository else not sources
+    for target in sources:
+        path = target.removeprefix(f"{repository}/blob/HEAD/").partition("#")[0]
+        assert (ROOT / path).exists(), target
+    for page, target in found:
+        # `layers[0](x)` in a block of code has the form of a link.
+        if Path(target).suffix and not re.match(r"\w+:", target):
+            assert (page.parent / target.partition("#")[0]).exists(), (page, target)
+
+
+@pytest.mark.parametrize(
+    ("remote", "address"),
+    [
+        ("https://example.org/a/b.git\n", "https://example.org/a/b"),
+        ("https://name:secret@example.org/a/b", "https://example.org/a/b"),
+        ("git@example.org:a/b.git", "https://example.org/a/b"),
+        ("ssh://git@example.org/a/b.git", "https://example.org/a/b"),
+        ("/srv/git/b.git", ""),
+        ("", ""),
+    ],
+)
+def test_the_repository_is_the_remote_without_credentials(remote: str, address: str) -> None:
+    assert make_site.address(remote) == address
