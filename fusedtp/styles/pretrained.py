@@ -52,8 +52,8 @@ def from_pretrained(
     whole model, in evaluation mode. Tied weights stay tied, packed ones are taken apart, and buffers that are not in
     checkpoints are computed.
 
-    Raises, before anything is allocated: FileNotFoundError for a missing file; ValueError for a corrupt file's head, and
-    for tensors that are missing, unknown or have other shapes than the model's; NotImplementedError for quantized
+    Raises, before anything is allocated: FileNotFoundError for a missing file; ValueError for a corrupt head of a file,
+    and for tensors that are missing, unknown or have other shapes than the model's; NotImplementedError for quantized
     checkpoints and for tensors that transformers would convert, such as experts; the errors of `parallelize`. If only
     some ranks have an error, or checkpoints differ, the others raise RanksDisagree. A tensor that cannot be read, and
     two unlike tensors for one tied parameter, are errors on every rank while loading.
