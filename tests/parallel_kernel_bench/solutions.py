@@ -77,8 +77,9 @@ def layernorm_backward(x_hat: Tensor, dy: Tensor, mesh: DeviceMesh) -> tuple[Ten
 def embedding_lookup(indices: Tensor, rows: Tensor, mesh: DeviceMesh) -> Tensor:
     # The suite returns rows in the order of their owners. torch gathers the integers; one rank has the row of an index.
     indices = indices[(indices // len(rows)).argsort(stable=True)]
-    every = indices.new_empty(mesh.size() * len(indices))
-    dist.all_gather_into_tensor(every, indices, group=mesh.get_group())
+    parts = [torch.empty_like(indices) for _ in range(mesh.size())]
+    dist.all_gather(parts, indices, group=mesh.get_group())
+    every = torch.cat(parts)
     found = rows[every % len(rows)]
     found[every // len(rows) != mesh.get_local_rank()] = 0
     return fusedtp.reduce_scatter(found, group=mesh)
