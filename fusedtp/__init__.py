@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .styles.linears import FusedColwiseParallel, FusedRowwiseParallel
     from .styles.norms import FusedNormParallel
     from .styles.pretrained import from_pretrained
+    from .styles.trainer import trainer_class
     from .workspaces.registry import check, destroy, set_timeout
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "scaled",
     "set_timeout",
     "sharded_matmul",
+    "trainer_class",
     "use_in_transformers",
 ]
 
@@ -84,6 +86,7 @@ _STYLES = {
     "decoder_plan": "decoders",
     "from_pretrained": "pretrained",
     "parallelize": "decoders",
+    "trainer_class": "trainer",
     "use_in_transformers": "in_transformers",
 }
 

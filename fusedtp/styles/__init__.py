@@ -6,6 +6,7 @@ norms         FusedNormParallel
 embeddings    FusedEmbeddingParallel
 decoders      parallelize: the whole plan of a Hugging Face decoder, and the check that all ranks apply the same one
 pretrained    from_pretrained: a checkpoint into a split decoder, each rank its part
+trainer       trainer_class: Hugging Face's Trainer with a split model
 meta          models on the meta device: what no checkpoint has
 inputs        comparison of the ranks' tokens
 stack         the parts of a decoder, by name

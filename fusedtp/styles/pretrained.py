@@ -61,7 +61,7 @@ def from_pretrained(
     check_mesh(device_mesh)
     group, said = device_mesh.get_group(), dict[str, str]()
     with ExitStack() as files:
-        with _on_all_ranks(group, "checkpoint", said):
+        with on_all_ranks(group, "checkpoint", said, _OP):
             checkpoint = _Checkpoint(Path(path), files)
             said |= checkpoint.described
             model = _on_meta(model_class, Path(path), config, dtype or checkpoint.dtype, given=dtype)
@@ -69,21 +69,21 @@ def from_pretrained(
         tied = {name: names[0] for names in meta.ties(model) for name in names}
         parallelize(model, device_mesh, src_data_rank=None, **options)
         model.to_empty(device=device_mesh.device_type)
-        with _on_all_ranks(group, "tensors", {}):
+        with on_all_ranks(group, "tensors", {}, _OP):
             checkpoint.fill(model, keys, tied)
     whole: nn.Module = model.eval()
     return whole
 
 
 @contextmanager
-def _on_all_ranks(group: ProcessGroup, step: str, said: Mapping[str, str]) -> Iterator[None]:
-    # An error of one rank becomes an error of all, which would wait for this rank.
+def on_all_ranks(group: ProcessGroup, step: str, said: Mapping[str, str], op: str) -> Iterator[None]:
+    """Make an error of one rank in the block an error of all, which would wait for this rank, and compare `said`."""
     try:
         yield
     except Exception as error:
-        compare_given(group, {step: f"refused, {error}"}, _OP)
+        compare_given(group, {step: f"refused, {error}"}, op)
         raise
-    compare_given(group, {step: "read", **said}, _OP)
+    compare_given(group, {step: "done", **said}, op)
 
 
 def _on_meta(model_class: Any, folder: Path, config: Any, stored: torch.dtype | None, given: torch.dtype | None) -> Any:
