@@ -93,9 +93,9 @@ def test_measured_rows_of_a_cpu() -> None:
             matmul_us=1e3 * row.matmul,
         )  # fmt: skip
         assert found.fused_us is None
-        # Within 25 % of the measured range: times of two milliseconds vary by half.
+        # Within 30 % of the measured range: times of one or two milliseconds vary by half.
         low, high = 1e3 * spread.loc[row[1:5], ["p20_ms", "p80_ms"]]
-        assert 0.75 * low <= found.decomposed_us <= 1.25 * high, f"{found.decomposed_us:.0f} us, {row}"
+        assert 0.7 * low <= found.decomposed_us <= 1.3 * high, f"{found.decomposed_us:.0f} us, {row}"
 
 
 def plain(**changes: Any) -> Hardware:

@@ -99,7 +99,8 @@ def defaults(group: ProcessGroup) -> fusedtp.Path | None:
 
 
 def test_defaults_and_last_path(pool: RankPool) -> None:
-    assert pool.run(defaults, world_size=3) == [fusedtp.Path("all_reduce", "unfused", "asked for")] * 3
+    path = fusedtp.Path("all_reduce", "unfused", "asked for", shapes="a [2, 2], float32, 3 ranks")
+    assert pool.run(defaults, world_size=3) == [path] * 3
 
 
 def inputs_unchanged(group: ProcessGroup) -> None:

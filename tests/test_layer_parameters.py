@@ -347,7 +347,7 @@ def test_every_gradient_has_memory_of_its_own(group: ProcessGroup, world_size: i
 
 @on_ranks(2, timeout=120)
 def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
-    """assign=True has put whole parameters, or another placement, in place."""
+    """assign=True has put another placement in place. A whole plain state is taken apart, and is right."""
     mesh = DeviceMesh.from_group(group, "cpu")
     for name, module in holders_of_weights(mesh).items():
         if not isinstance(module, fusedtp.ParallelMLP | fusedtp.FSDPLinear | nn.Linear | Pair) and name != "column":
@@ -355,8 +355,9 @@ def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
         state = module.state_dict()
         x = torch.randn(4, HIDDEN)
         expected = module(x)
+        module.load_state_dict({key: each.full_tensor() for key, each in state.items()}, assign=True)
+        assert torch.equal(module(x), expected)
         for others in (
-            {key: each.full_tensor() for key, each in state.items()},
             {key: distribute_tensor(each.full_tensor(), mesh, [Replicate()]) for key, each in state.items()},
             {key: distribute_tensor(each.full_tensor(), mesh, [Shard(each.ndim - 1)]) for key, each in state.items()},
         ):  # fmt: skip
@@ -367,7 +368,7 @@ def test_parameters_that_lie_otherwise_are_refused(group: ProcessGroup) -> None:
         module.load_state_dict({key: each.clone() for key, each in state.items()}, assign=True)
         assert torch.equal(module(x), expected)
     embedding = parallelize_module(nn.Embedding(8, 4), mesh, fusedtp.FusedEmbeddingParallel())
-    embedding.load_state_dict({"weight": torch.randn(8, 4)}, assign=True)
+    embedding.load_state_dict({"weight": distribute_tensor(torch.randn(8, 4), mesh, [Replicate()])}, assign=True)
     with pytest.raises(ValueError, match="must be a DTensor"):
         embedding(torch.zeros(2, dtype=torch.long))
 
