@@ -201,7 +201,7 @@ def refused(group: ProcessGroup, folder: str) -> None:
         with pytest.raises(kind, match=said):
             fusedtp.from_pretrained(head, f"{folder}/{i}", mesh)
     for i in (2, 10):
-        with pytest.raises(fusedtp.RanksDisagree, match=rf"read on rank 0, refused, .*{BAD[i][4]}"):
+        with pytest.raises(fusedtp.RanksDisagree, match=rf"done on rank 0, refused, .*{BAD[i][4]}"):
             fusedtp.from_pretrained(transformers.LlamaForCausalLM, f"{folder}/{i if group.rank() else 'right'}", mesh)
     # A folder that is right otherwise, but another checkpoint.
     with pytest.raises(fusedtp.RanksDisagree, match=r"lm_head\.weight: F32 .* rank 0, F16 \[41, 32\] on rank 1"):

@@ -24,7 +24,7 @@ import fusedtp
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. `heads` must divide by the tensor-parallel ranks."""
+    """Sizes of the model. `heads` must divide by the tensor-parallel ranks, and `hidden_size` by twice `heads`."""
 
     vocabulary: int = 256
     hidden_size: int = 128

@@ -1,6 +1,6 @@
 """Train a small decoder on the bytes of a text: FSDP2 over one axis of a mesh, tensor parallelism over the other.
 
-On 4 CPU ranks, 2 x 2, under a minute; then go on from its checkpoint on 2 ranks:
+On 4 CPU ranks, 2 x 2, in a minute or two; then go on from its checkpoint on 2 ranks:
 
     torchrun --nproc-per-node 4 train.py --dp 2 --tp 2 --steps 40 --save-every 20 --out run
     torchrun --nproc-per-node 2 train.py --tp 2 --steps 60 --out run --resume
@@ -61,15 +61,22 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     if given.resume and given.out is None:
         parser.error("--resume needs --out")
+    if given.dp * given.tp != (ranks := int(os.environ.get("WORLD_SIZE", "1"))):
+        parser.error(f"--dp {given.dp} times --tp {given.tp} must be the number of ranks, {ranks}")
+    if given.hidden % (2 * given.heads):
+        parser.error(f"--hidden {given.hidden} must be an even number of features for each of {given.heads} heads")
     if given.batch % given.dp:
         parser.error(f"--batch {given.batch} must divide by --dp {given.dp}")
     return given
 
 
-def data_of(path: Path) -> tuple[Tensor, Tensor]:
+def data_of(path: Path, length: int) -> tuple[Tensor, Tensor]:
     """Return the bytes to train on, and the last tenth, to evaluate on."""
     files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-    everything = torch.frombuffer(bytearray(b"".join(each.read_bytes() for each in files)), dtype=torch.uint8).long()
+    text = b"".join(each.read_bytes() for each in files)
+    if len(text) <= 10 * (length + 1):
+        raise SystemExit(f"{path} has {len(text)} bytes, and a tenth of them must be longer than --length {length}")
+    everything = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     at = len(everything) * 9 // 10
     return everything[:at], everything[at:]
 
@@ -149,7 +156,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     mesh = init_device_mesh(device, (given.dp, given.tp), mesh_dim_names=("dp", "tp"))
     first = dist.get_rank() == 0
-    train, held_out = data_of(given.text)
+    train, held_out = data_of(given.text, given.length)
     model = made(given, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, betas=(0.9, 0.95), weight_decay=0.1)
     begin = 0

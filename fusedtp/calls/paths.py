@@ -121,7 +121,8 @@ def check(path: Path) -> None:
             wanted = ", ".join(map(repr, each.schedules))
             raise RuntimeError(
                 f"{path.op} of {path.shapes} would run {path.schedule}, but fusedtp.require({wanted}) is on. "
-                f"The reason for {path.schedule}: {path.reason}"
+                f"The reason for {path.schedule}: {path.reason}. To run another schedule, name it: schedule="
+                f"{each.schedules[0]!r}"
             )
 
 
