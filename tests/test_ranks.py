@@ -68,9 +68,13 @@ def large(group, tensor):
 
 
 def shared_files(group, tensor):
-    """Return this rank's open or mapped files in /dev/shm, through which torch's own pickling would pass tensors."""
+    """Return this rank's open or mapped files in /dev/shm, through which torch's own pickling would pass tensors.
+
+    Semaphores are not among them: tqdm makes one, in a process that has loaded a model of transformers.
+    """
     opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return [line for line in [*opened, *Path("/proc/self/maps").read_text().splitlines()] if "/dev/shm" in line]
+    lines = [*opened, *Path("/proc/self/maps").read_text().splitlines()]
+    return [line for line in lines if "/dev/shm" in line and "/dev/shm/sem." not in line]
 
 
 def gloo_workers(group):
