@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -30,14 +32,28 @@ NEEDED = {
 }  # fmt: skip
 
 
+# The groups that a process has made in worlds of a group, by its name.
+_named: Counter[str] = Counter()
+
+
 @contextlib.contextmanager
 def world(group: ProcessGroup) -> Iterator[None]:
-    """Make `group` torch's default group, as in a program that torchrun has started on that many ranks."""
+    """Make `group` torch's default group, as in a program that torchrun has started on that many ranks.
+
+    torch numbers the groups that a process makes. The pool's other ranks make none here, so these get names instead:
+    the numbers stay the same on all ranks.
+    """
     c10d: Any = dist.distributed_c10d
     before = c10d._get_default_group()
+
+    def named(*_: object, **options: object) -> str:
+        _named[group.group_name] += 1
+        return f"{group.group_name}/{_named[group.group_name]}"
+
     c10d._update_default_pg(group)
     try:
-        yield
+        with mock.patch.object(c10d, "_process_group_name", named):
+            yield
     finally:
         c10d._update_default_pg(before)
 
