@@ -71,7 +71,7 @@ def use(model: Model, *, schedule: str = "auto") -> Model:
 
 
 class _Comm:
-    """What FSDP2 asks of a custom collective: buffers, and the call."""
+    """Base of the two collectives: allocate the buffers that FSDP2 passes to the call."""
 
     def __init__(self, schedule: str) -> None:
         self._schedule = schedule

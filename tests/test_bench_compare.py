@@ -99,7 +99,7 @@ DISTURBED = {
 
 @pytest.mark.parametrize("how", DISTURBED)
 def test_rounds_that_are_not_independent_are_said(make_row: MakeRow, how: str) -> None:
-    """What is common to the variants of a run cancels in their ratio."""
+    """A disturbance that all variants of a round share cancels in their ratio."""
     warned = {"disturbed": 0, "quiet": 0}
     for seed in range(20):
         rng = np.random.default_rng(seed)

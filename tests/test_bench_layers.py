@@ -29,7 +29,7 @@ SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8
 
 
 def test_rounds_that_spread_are_warned_of() -> None:
-    """Of any of the sizes, beside the verdict of the table."""
+    """The table's verdict has a warning if the rounds of one size spread."""
     quiet = {name: Timing.of([ms, 1.01 * ms, 1.02 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
     wild = {name: Timing.of([ms, 2.0 * ms, 3.0 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
     suite = SUITES["mlp"]

@@ -1,4 +1,4 @@
-"""What commands print: text from outside is shown, never obeyed, and output that cannot be written ends in one line."""
+"""Output of the commands: control characters of files are shown as text, and a closed output gives a one-line error."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import autograd, dispatch, operators, problems
@@ -173,10 +172,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, widths: tuple[int, ...], group: ProcessGroup, schedule: str) -> Tensor:
         ctx.own = offsets(widths)[group.rank()], y.shape[-1]
-        # Ranks' results one after another, padded to one width, and then side by side.
-        parts = F.pad(y, (0, max(widths) - y.shape[-1]))[None]
-        parts = collectives.all_gather(parts, group=group, schedule=schedule)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+        return collectives.all_gather(y, gather_dim=-1, sizes=widths, group=group, schedule=schedule)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -43,11 +43,12 @@ TOKENS = Shard(1)
 
 
 class Tokens:
-    """Whether the running call of a decoder has its tokens whole on every rank, in spite of its styles.
+    """State that the styles of a decoder share: whether the tokens of the running call are whole on every rank.
 
-    `SplitTokens` decides it. A call without gradients that has fewer tokens than ranks gains nothing by a split.
+    `SplitTokens` leaves them whole in a call without gradients that has fewer tokens than ranks.
     """
 
+    # True if the call has fewer tokens than ranks.
     short = False
     # True if the call selects logits by a tensor, which is a DTensor where hidden states are.
     selects = False

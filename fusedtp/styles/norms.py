@@ -60,15 +60,8 @@ class FusedNormParallel(ParallelStyle):
         distribute(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
         cls = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
-        gradients = Sum(device_mesh, self.schedule)
-        return convert(
-            module,
-            cls,
-            gradients=gradients,
-            split=self.split,
-            tokens=self.tokens,
-            use_local_output=self.use_local_output,
-        )
+        given = {name: getattr(self, name) for name in ("split", "tokens", "use_local_output")}
+        return convert(module, cls, gradients=Sum(device_mesh, self.schedule), **given)
 
     def __repr__(self) -> str:
         tokens = "" if self.split is None else f"sequence_dim={self.split.dim}, "
