@@ -172,7 +172,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, widths: tuple[int, ...], group: ProcessGroup, schedule: str) -> Tensor:
         ctx.own = offsets(widths)[group.rank()], y.shape[-1]
-        return collectives.all_gather(y, gather_dim=-1, sizes=widths, group=group, schedule=schedule)
+        whole = collectives.all_gather(y, gather_dim=-1, sizes=widths, group=group, schedule=schedule)
+        # Laid out as transformers' own: matmuls of another layout have other bits.
+        return whole.contiguous()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
