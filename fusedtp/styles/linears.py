@@ -116,7 +116,7 @@ class _Layouts:
             # DTensor would send by torch.distributed. With gradients it must, as its gradient is whole on every rank.
             sizes, schedule = self.sizes(shape[made.dim]), self.options.schedule
             y = collectives.all_gather(y, gather_dim=made.dim, sizes=sizes, group=self.group, schedule=schedule)
-            made = output
+            y, made = y.contiguous(), output
         if made == output and self.use_local_output:
             return y
         out = as_dtensor(y, self.mesh, made, shape)
