@@ -37,6 +37,7 @@ from .calls.parameters import PLAIN
 from .float8 import FLOAT8
 from .op import Options
 from .scaled import Scaled
+from .switch import Switch
 from .torch_private import is_in_torch_dispatch_mode
 
 # The ops, as they are in torch 2.11 to 2.14.
@@ -56,49 +57,12 @@ SCHEMAS = (
 Checked: TypeAlias = Callable[[], Any]
 
 
-class Switch:
-    """Switch that is on: `undo()` turns it off, as does the end of a `with` block.
-
-    - `on`: the switches of its kind that are on, the one whose schedule applies last.
-    - `undone`: what turning the last one off calls.
-    """
-
-    def __init__(self, schedule: str, on: list[Switch], undone: list[Callable[[], object]]) -> None:
-        self.schedule, self._on, self._undone = schedule, on, undone
-
-    def undo(self) -> None:
-        """Give back what was replaced, unless another switch of this kind is on. A second call does nothing."""
-        if self in self._on:
-            self._on.remove(self)
-            if not self._on:
-                while self._undone:
-                    self._undone.pop()()
-
-    def turn_on(self, install: Callable[[], None]) -> Switch:
-        """Turn the switch on, by `install` if it is the first one. An `install` that fails is undone."""
-        if not self._on:
-            try:
-                install()
-            except BaseException:
-                while self._undone:
-                    self._undone.pop()()
-                raise
-        self._on.append(self)
-        return self
-
-    def __enter__(self) -> Switch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
-
-
-_on: list[Switch] = []
+_on: list[Switch[str]] = []
 _undo: list[Callable[[], object]] = []
 _said: set[tuple[str, str]] = set()
 
 
-def drop_in(schedule: str = "auto") -> Switch:
+def drop_in(schedule: str = "auto") -> Switch[str]:
     """Run `torch.ops.symm_mem.fused_*` by fusedtp in this process, until `undo()` or the end of a `with` block.
 
     torch's asynchronous tensor parallelism, and programs that call these ops, then use this package unchanged: in eager
@@ -115,7 +79,7 @@ def drop_in(schedule: str = "auto") -> Switch:
     Raises ValueError for an unknown schedule, and RuntimeError if this torch's ops differ from those known here.
     """
     dispatch.check_schedule(schedule)
-    return Switch(schedule, _on, _undo).turn_on(_install)
+    return Switch(schedule, _on, _install, _undo)
 
 
 def if_asked() -> None:
@@ -225,7 +189,7 @@ def _check(A: Tensor, Bs: Sequence[Tensor], dim: int, what: str, ndim: int | Non
 
 def _options() -> Options:
     # A graph may outlive the switch that it was compiled under.
-    return Options(_on[-1].schedule if _on else "auto")
+    return Options(_on[-1].value if _on else "auto")
 
 
 def _gather(A: Any, Bs: Sequence[Any], dim: int, group_name: str, biases: Any = None, out: Any = None) -> Any:

@@ -25,7 +25,7 @@ from fusedtp import PeerTimeout
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.kernels import signal
 from fusedtp.memory import posix
-from fusedtp.styles import decoders
+from fusedtp.styles import inputs
 from fusedtp.workspaces import clock, registry, rendezvous, timeouts
 from fusedtp.workspaces.workspace import Workspace
 
@@ -302,7 +302,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
         exchange = rendezvous.StoreExchange(group)
         try:
             os.kill(host.pids[0], signal_of_posix.SIGSTOP)
-            calls = exchange.rows, exchange.outcomes, lambda _: decoders.compare_given(group, {})
+            calls = exchange.rows, exchange.outcomes, lambda _: inputs.compare_given(group, {}, "parallelize")
             for call in calls:
                 began = time.monotonic()
                 with pytest.raises(timeouts.StoreSilent, match="and that process is stopped"):

@@ -27,7 +27,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one unit.
 FLOORS = (
     ("torch_private",),
-    ("errors", "shards", "files", "trace", "op", "groups", "locks"),
+    ("errors", "shards", "files", "trace", "op", "groups", "locks", "switch"),
     ("sharding", "reference", "activations", "norms", "float8"),
     ("scaled",),
     ("cost",),

@@ -96,6 +96,8 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
     "dtype": (
         lambda h, odd: h.alone(all_gather, X.half() if odd else X),
         "all_gather: the ranks do not agree on dtype: torch.float32 on rank 0, torch.float16 on rank 1"),
+    "dtype and rows": (
+        lambda h, odd: h.alone(all_gather, ones(4, 6).half() if odd else X), "ranks do not agree on dtype:"),
     "schedule": (
         lambda h, odd: h.alone(all_reduce, ones(3), schedule="fused" if odd else "decomposed"),
         f"on schedule: decomposed on rank 0, fused on rank 1, decomposed on rank 2{ODD}"),
@@ -176,6 +178,8 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
         if name in said and not all(part in said[name] for part in expected.split(" ... "))
     }
     assert not wrong
+    # Advice about rows is given where rows differ first.
+    assert all(("These count rows" in each) == ("agree on sizes:" in each) for said in found for each in said.values())
 
 
 REDUCED = Task(op.ALL_REDUCE, {"a": (3, 4)}, torch.float32)

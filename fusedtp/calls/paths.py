@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..op import Task
 from ..schedules import NAMES
+from ..switch import Switch
 from ..workspaces import generation
 
 # Ops that `paths` returns at most.
@@ -43,27 +44,10 @@ class Path:
         return f"Path({given})"
 
 
-class Requirement:
-    """Schedules that `require` has asked for: `undo()` ends it, as does the end of a `with` block."""
-
-    def __init__(self, schedules: tuple[str, ...]) -> None:
-        self.schedules = schedules
-
-    def undo(self) -> None:
-        """Allow other schedules again, unless another requirement is on. A second call does nothing."""
-        if self in _required:
-            _required.remove(self)
-
-    def __enter__(self) -> Requirement:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
-
-
 _last: Path | None = None
 _ran: deque[Path] = deque(maxlen=MOST)
-_required: list[Requirement] = []
+# The schedules that each `require` allows.
+_required: list[Switch[tuple[str, ...]]] = []
 
 
 def record(path: Path) -> None:
@@ -91,7 +75,7 @@ def paths() -> list[Path]:
     return ran
 
 
-def require(*schedules: str) -> Requirement:
+def require(*schedules: str) -> Switch[tuple[str, ...]]:
     """Raise RuntimeError in every later op that would run by another schedule, before it sends anything.
 
     - `schedules`: one or more of "fused", "decomposed" and "unfused".
@@ -107,22 +91,21 @@ def require(*schedules: str) -> Requirement:
     """
     if not schedules or any(each not in NAMES for each in schedules):
         raise ValueError(f"require takes one or more of {', '.join(map(repr, NAMES))}, got {schedules!r}")
-    requirement = Requirement(schedules)
-    _required.append(requirement)
+    switch = Switch(schedules, _required)
     # Prepared calls have passed `check` already.
     generation.changed()
-    return requirement
+    return switch
 
 
 def check(path: Path) -> None:
     """Raise RuntimeError if `require` forbids the path's schedule."""
     for each in _required:
-        if path.schedule not in each.schedules:
-            wanted = ", ".join(map(repr, each.schedules))
+        if path.schedule not in each.value:
+            wanted = ", ".join(map(repr, each.value))
             raise RuntimeError(
                 f"{path.op} of {path.shapes} would run {path.schedule}, but fusedtp.require({wanted}) is on. "
                 f"The reason for {path.schedule}: {path.reason}. To run another schedule, name it: schedule="
-                f"{each.schedules[0]!r}"
+                f"{each.value[0]!r}"
             )
 
 

@@ -16,17 +16,13 @@ last ones scatter their sums.
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -35,15 +31,13 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import groups
 from ..calls import arguments, dispatch
 from ..calls.parameters import same_as
-from ..errors import PeerTimeout, RanksDisagree
 from ..op import ANY_ORDER, RANK_ORDER, Options, Order
 from ..scaled import Float8
 from ..shards import chunk_sizes
-from ..workspaces import agreement, timeouts
 from . import lora, meta
 from .embeddings import FusedEmbeddingParallel
 from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
-from .inputs import CompareInputs
+from .inputs import CompareInputs, compare_given
 from .linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
 from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
@@ -59,10 +53,6 @@ from .tokens import (
     WholeTokens,
 )
 
-# Name of the comparison of the ranks' models and options. Without it, a style's first scatter of parameters would wait
-# for the group's timeout if a rank has other parameters, or none.
-_OP = "parallelize"
-
 
 def model_given(model: nn.Module) -> dict[str, str]:
     """Return the values that all ranks must share: dtype and shape of every parameter, and the values of `config`."""
@@ -72,40 +62,6 @@ def model_given(model: nn.Module) -> dict[str, str]:
         name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}{' on meta' * each.is_meta}"
         for name, each in model.named_parameters(remove_duplicate=False)
     } | {f"config.{name}": repr(value) for name, value in values.items() if name[:1] != "_"}
-
-
-def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str = _OP) -> None:
-    """Compare the ranks' `mine`; if they differ, raise RanksDisagree on every rank, with the first difference.
-
-    Raises PeerTimeout with the first rank that has left nothing in the group's store, for instance because it is still
-    loading, within the group's timeout or the time that `set_timeout` allows.
-    """
-    if group.size() == 1 or groups.is_fake(group):
-        return
-    store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
-    deadline = time.monotonic() + seconds
-    # The store counts the calls, as it may outlive the group.
-    call = store.add(f"fusedtp/{op}/calls/{rank}", 1)
-    keys = [f"fusedtp/{op}/{call}/{peer}" for peer in range(group.size())]
-    store.set(keys[rank], json.dumps(mine))
-    everyone: list[dict[str, str]] = []
-    try:
-        for key in keys:
-            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-            everyone.append(json.loads(store.get(key)))
-    except timeouts.StoreSilent:
-        raise
-    except BaseException as error:
-        # A later rank must not go on alone.
-        store.delete_key(keys[rank])
-        if not isinstance(error, RuntimeError):
-            raise
-        absent = f"it has not called {op}, or has given up; where it loads for longer, fusedtp.set_timeout allows"
-        raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more") from error
-    # A peer that has written this record has read all of the previous one.
-    store.delete_key(f"fusedtp/{op}/{call - 1}/{rank}")
-    if text := agreement.difference(op, everyone):
-        raise RanksDisagree(text, op, rank, tuple(everyone))
 
 
 # `parallelize` warns if a larger share of the bytes stays whole.
@@ -444,17 +400,21 @@ def parallelize(
         lasting = meta.rebuilt(model)
     except Exception as error:
         # Tell the other ranks, which would wait for this one.
-        compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"})
+        compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"}, "parallelize")
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
-    compare_given(device_mesh.get_group(), {**said, "plan": "made", **planned, **model_given(model)})
+    # Without this, a style's first scatter of parameters would wait for the group's timeout if a rank has other
+    # parameters, or none.
+    said = {**said, "plan": "made", **planned, **model_given(model)}
+    compare_given(device_mesh.get_group(), said, "parallelize")
     if meta.is_on_meta(model):
         meta.keep(model, lasting, device_mesh.device_type)
     decoder = lora.model_of(model)
     with lora.taken_off(decoder) as adapted:
         left = whole(decoder, plan)
         if sum(left.values()) > _TOLD and device_mesh.size() > 1 and device_mesh.get_local_rank() == 0:
-            warnings.warn(f"parallelize leaves {told(left)}", stacklevel=2)
+            advice = "fusedtp.use_in_transformers() splits experts and latent attention (docs/guide/transformers.md)"
+            warnings.warn(f"parallelize leaves {told(left)}. {advice}", stacklevel=2)
         tied, tokens = meta.ties(decoder), Tokens() if sequence_parallel else None
         for pattern, styles in plan.items():
             for name, module in list(matching(decoder, pattern)):

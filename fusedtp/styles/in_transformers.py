@@ -31,21 +31,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import collectives
 from ..calls import autograd, dispatch, operators, problems
-from ..drop_in import Switch
 from ..shards import offsets
+from ..switch import Switch
 from .embeddings import look_up
 from .linears import FusedColwiseParallel, FusedRowwiseParallel
 
 _MODULE = "transformers.distributed.tensor_parallel"
 _VERSIONS = "5.23 and later"
 
-_on: list[Switch] = []
+_on: list[Switch[str]] = []
 _undo: list[Callable[[], object]] = []
 
 Forward = Callable[[Tensor], Tensor]
 
 
-def use_in_transformers(schedule: str = "auto") -> Switch:
+def use_in_transformers(schedule: str = "auto") -> Switch[str]:
     """Let transformers' own tensor parallelism run over this package, until `undo()` or the end of a `with` block.
 
     Models that `from_pretrained` splits while the switch is on, with `DistributedConfig(tp_size=...)` or `tp_plan`, use
@@ -61,7 +61,7 @@ def use_in_transformers(schedule: str = "auto") -> Switch:
     is known here.
     """
     dispatch.check_schedule(schedule)
-    return Switch(schedule, _on, _undo).turn_on(_install)
+    return Switch(schedule, _on, _install, _undo)
 
 
 def _install() -> None:
@@ -110,7 +110,7 @@ class _Style:
 
     @property
     def _schedule(self) -> str:
-        return _on[-1].schedule if _on else "auto"
+        return _on[-1].value if _on else "auto"
 
     def _forward(self, module: Any, mesh: DeviceMesh) -> Forward | None:
         """Return the forward that serves the module, or None."""

@@ -1,27 +1,74 @@
-"""Compare the inputs of a split model between ranks: other tokens on each rank would train it wrong without an error.
+"""Compare what ranks must share: models and options once, and the inputs of a split model again and again.
 
-A hash of the tokens travels by an all-gather of four numbers, so every rank can raise the same error. The first calls
-are compared, then every 64th.
+Other tokens on each rank would train a split model wrong without an error. A hash of them travels by an all-gather of
+four numbers. Only if hashes differ does each rank tell the others the hash of each argument.
 """
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Mapping
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import collectives
+from .. import collectives, groups
 from ..calls.parameters import PLAIN
-from ..errors import RanksDisagree
+from ..errors import PeerTimeout, RanksDisagree
 from ..torch_private import is_in_torch_dispatch_mode, is_tracing, transforms_active
-from ..workspaces import agreement
+from ..workspaces import agreement, timeouts
 
 _FIRST, _EVERY = 2, 64
 # Elements of hidden states that are hashed; tokens are hashed whole.
 _SAMPLE = 1 << 16
+_ONE_BATCH = (
+    ". Every rank of the mesh takes the same batch, as if it were one process: let ranks of a data-parallel dim load "
+    "different ones (docs/guide/models.md)"
+)
+
+
+def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str, advice: str = "") -> None:
+    """Compare the ranks' values; if they differ, raise RanksDisagree on every rank, with the first difference.
+
+    - `mine`: this rank's values by name.
+    - `op`: begins the error; the ranks' calls for one op are counted.
+    - `advice`: ends the error.
+
+    Raises PeerTimeout with the first rank that has left nothing in the group's store, for instance because it is still
+    loading, within the group's timeout or the time that `set_timeout` allows.
+    """
+    if group.size() == 1 or groups.is_fake(group):
+        return
+    store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
+    deadline = time.monotonic() + seconds
+    # The store counts the calls, as it may outlive the group.
+    call = store.add(f"fusedtp/{op}/calls/{rank}", 1)
+    keys = [f"fusedtp/{op}/{call}/{peer}" for peer in range(group.size())]
+    store.set(keys[rank], json.dumps(mine))
+    everyone: list[dict[str, str]] = []
+    try:
+        for key in keys:
+            store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            everyone.append(json.loads(store.get(key)))
+    except timeouts.StoreSilent:
+        raise
+    except BaseException as error:
+        # A later rank must not go on alone.
+        store.delete_key(keys[rank])
+        if not isinstance(error, RuntimeError):
+            raise
+        absent = f"it has not called {op}, or has given up; where it loads for longer, fusedtp.set_timeout allows"
+        raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more") from error
+    # A peer that has written this record has read all of the previous one.
+    store.delete_key(f"fusedtp/{op}/{call - 1}/{rank}")
+    if text := agreement.difference(op, everyone):
+        raise RanksDisagree(f"{text}{advice}", op, rank, tuple(everyone))
 
 
 class CompareInputs:
@@ -53,23 +100,20 @@ class CompareInputs:
 
     @torch.no_grad()
     def _compare(self, kind: str, compared: dict[str, Tensor]) -> None:
-        digest = blake2b(digest_size=8)
-        for name, each in compared.items():
-            flat = each.detach().reshape(-1)
-            if each.is_floating_point():
-                flat = flat[:: max(1, flat.numel() // _SAMPLE)].double()
-            digest.update(f"{name} {tuple(each.shape)}".encode())
-            digest.update(flat.cpu().numpy().tobytes())
+        mine = {
+            f"the values of {name}": f"{list(each.shape)} with hash {_hash(each)}" for name, each in compared.items()
+        }
+        digest = blake2b(json.dumps(mine).encode(), digest_size=8).digest()
         # float32 has 16 bits exactly.
-        words = [int.from_bytes(digest.digest()[i : i + 2], "little") for i in range(0, 8, 2)]
-        mine = torch.tensor([words], dtype=torch.float32, device=self.mesh.device_type)
-        rows = collectives.all_gather(mine, group=self.mesh, schedule=self.schedule).tolist()
-        hashes = ["".join(f"{int(word):04x}" for word in row) for row in rows]
-        if len(set(hashes)) > 1:
-            what = f"the values of {', '.join(compared) or 'its inputs'}"
-            meant = tuple({what: f"hash {each}"} for each in hashes)
-            raise RanksDisagree(
-                f"{agreement.difference(kind, meant)}. Every rank of the mesh takes the same batch, as if it were one "
-                "process: let ranks of a data-parallel dim load different ones (docs/guide/models.md)",
-                kind, self.mesh.get_local_rank(), meant,
-            )  # fmt: skip
+        words = [int.from_bytes(digest[i : i + 2], "little") for i in range(0, 8, 2)]
+        row = torch.tensor([words], dtype=torch.float32, device=self.mesh.device_type)
+        rows = collectives.all_gather(row, group=self.mesh, schedule=self.schedule)
+        if rows.unique(dim=0).shape[0] > 1:
+            compare_given(self.mesh.get_group(), mine, kind, _ONE_BATCH)
+
+
+def _hash(x: Tensor) -> str:
+    flat = x.detach().reshape(-1)
+    if x.is_floating_point():
+        flat = flat[:: max(1, flat.numel() // _SAMPLE)].double()
+    return blake2b(flat.cpu().numpy().tobytes(), digest_size=8).hexdigest()

@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..shards import chunk_sizes, offsets
 from ..torch_private import local_of
 from . import meta
-from .decoders import compare_given, parallelize
+from .decoders import parallelize
 from .grouped import Unpacked, features
+from .inputs import compare_given
 from .linears import check_mesh
 
 _OP = "from_pretrained"

@@ -124,11 +124,11 @@ class Failing:
             1.25 * self.seconds + 1,
         )
         text = agreement.difference(op, everyone) or f"{op}: the ranks do not agree, rank {peer} means something else"
-        called = {(each.get("op"), each["sizes"]) for each in everyone if each and "sizes" in each}
-        if len(called) > 1 and len({name for name, _ in called}) == 1:
+        if f"{op}: the ranks do not agree on sizes:" in text:
             text += (
                 ". These count rows, a length times the batch. Shards of different lengths need all lengths on every "
-                "rank: `sizes`, a layer's `sequence_sizes`, or a DTensor for a style"
+                "rank: `sizes`, a layer's `sequence_sizes`, or a DTensor for a style; torch.ops.symm_mem takes equal "
+                "shards only"
             )
         text += ". Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
