@@ -33,12 +33,16 @@ if "GPU_STUB_DEVICES" not in os.environ:
     collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
 
 
-def poison(group: ProcessGroup | None = None) -> None:
+def poison(group: ProcessGroup | None = None, package: str = fusedtp.__file__) -> None:
     """Fill the memory that `empty` returns with NaN from now on: an element that nothing wrote fails every comparison.
 
     Deterministic mode makes the allocator fill memory; its own errors become warnings.
     (torch.use_deterministic_algorithms loads the compiler, which takes a rank longer than importing torch.)
+
+    `package`: the file of the package that the parent tests.
     """
+    # `python -m pytest` in a checkout imports that, and ranks the installed package: `pytest` imports one for all.
+    assert fusedtp.__file__ == package, f"ranks would test {fusedtp.__file__}, and their parent {package}"
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     # What is imported by now stays: the garbage collector need not visit it again and again.
@@ -57,7 +61,7 @@ class PoisonedPool(RankPool):
     def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
         if self._poisoned != self.pids:
             self._poisoned = self.pids
-            for reply in super().start(poison).wait():
+            for reply in super().start(poison, fusedtp.__file__).wait():
                 if isinstance(reply, BaseException):
                     raise reply
         return super().start(fn, *args, world_size=world_size)
