@@ -232,6 +232,9 @@ def test_put_on_afterwards(group: ProcessGroup) -> None:
         if "lora_" in key:
             nn.init.constant_(parameter, 0.2)
     learn_alike(both[1], both[0])
+    model = fusedtp.parallelize(decoder("Mixtral"), mesh)
+    with pytest.raises(NotImplementedError, match=r"this FusedEmbedding is split .* in target_modules, or in modules_"):
+        peft.get_peft_model(model, peft.TrainableTokensConfig(token_indices=[1], target_modules=["embed_tokens"]))
 
 
 @on_ranks(2)
@@ -335,4 +338,7 @@ def test_other_adapters_are_refused_by_name(group: ProcessGroup) -> None:
         peft.get_peft_model(decoder("Llama"), prefix), "'default', PrefixTuningConfig, gives every rank .* of all heads"
     )
     ia3 = peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[])
+    tokens = peft.TrainableTokensConfig(token_indices=[1], target_modules=["embed_tokens"])
+    refused(peft.get_peft_model(decoder("Llama"), tokens), "TrainableTokensLayer: .* in target_modules, or in modules_")
+    refused(adapted("biases", trainable_token_indices=[1]), "TrainableTokensWrapper: .* in target_modules, or in modu")
     refused(peft.get_peft_model(decoder("Llama"), ia3), r"mlp\.up_proj, around which peft has put peft.*ia3.*Linear:")

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..calls.parameters import as_dtensor, same_as
-from .embeddings import FusedEmbedding
+from .embeddings import TRAINABLE_TOKENS, FusedEmbedding
 from .grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
 from .linears import (
     Derived,
@@ -95,6 +95,10 @@ def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Seque
             (is_lora and not variants) or (kind.__name__ in _COPIES and copied)
         ):
             what = next((type(each).__name__ for each in variants.values()), f"{kind.__module__}.{kind.__name__}")
+            if kind.__name__.startswith("TrainableTokens"):
+                raise NotImplementedError(
+                    f"parallelize splits {name}, around which peft has put {what}: {TRAINABLE_TOKENS}"
+                )
             raise NotImplementedError(
                 f"parallelize splits {name}, around which peft has put {what}: it splits plain LoRA of linears and "
                 "embeddings, LNTuning, and modules_to_save that are neither in a FusedGroup nor tied. Merge others "
