@@ -86,7 +86,7 @@ def if_asked() -> None:
     """Call `drop_in` if the environment asks for it."""
     asked = os.environ.get("FUSEDTP_DROP_IN", "")
     if asked not in ("", "0", "1"):
-        raise ValueError(f"FUSEDTP_DROP_IN must be 1, or 0 or unset, got {asked!r}")
+        raise ValueError(f"FUSEDTP_DROP_IN must be 1, 0 or empty, got {asked!r}")
     if asked == "1":
         drop_in()
 
@@ -324,13 +324,8 @@ def _check_result(A: Tensor, dtype: torch.dtype, result_scale: Tensor | None) ->
 
 
 def _rounded(y: Tensor, dtype: torch.dtype, result_scale: Tensor | None) -> Tensor:
-    """Return y in `dtype`. Only float8 has a result scale.
-
-    torch's scaled matmul on a CPU rounds to float8 by way of float16 (oneDNN does).
-    """
-    if dtype not in FLOAT8:
-        return y.to(dtype)
-    return (y if result_scale is None else y / result_scale).to(torch.float16).to(dtype)
+    """Return y in `dtype`. Only float8 has a result scale."""
+    return (y if result_scale is None or dtype not in FLOAT8 else y / result_scale).to(dtype)
 
 
 def _scaled_matmul_reduce_scatter(
