@@ -23,6 +23,7 @@ runs torch's own op.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -324,8 +325,21 @@ def _check_result(A: Tensor, dtype: torch.dtype, result_scale: Tensor | None) ->
 
 
 def _rounded(y: Tensor, dtype: torch.dtype, result_scale: Tensor | None) -> Tensor:
-    """Return y in `dtype`. Only float8 has a result scale."""
-    return (y if result_scale is None or dtype not in FLOAT8 else y / result_scale).to(dtype)
+    """Return y in `dtype`, rounded as torch's scaled matmul rounds it. Only float8 has a result scale."""
+    if dtype not in FLOAT8:
+        return y.to(dtype)
+    y = y if result_scale is None else y / result_scale
+    return (y.to(torch.float16) if _rounds_twice() else y).to(dtype)
+
+
+@functools.cache
+def _rounds_twice() -> bool:
+    """Return whether torch's scaled matmul rounds to float8 by way of float16 on this CPU, as oneDNN may."""
+    one = torch.ones(16, 16, dtype=torch.float8_e4m3fn)
+    # Just above the middle of 1 and 1.125; in float16 it is the middle, which rounds to 1.
+    above = torch.tensor((1.0625 + 2**-13) / 16)
+    y = torch_private.scaled_mm(one, one.t(), above, torch.ones(()), out_dtype=one.dtype)
+    return bool(y[0, 0].float() == 1)
 
 
 def _scaled_matmul_reduce_scatter(

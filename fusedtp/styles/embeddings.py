@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -74,31 +73,11 @@ class FusedEmbeddingParallel(ParallelStyle):
         return f"{type(self).__name__}({layouts}, schedule={self.schedule!r})"
 
 
-# The remedy in errors about peft's TrainableTokens.
-TRAINABLE_TOKENS = (
-    "TrainableTokens trains rows of an embedding that every rank has whole. Before fusedtp.parallelize, put on LoRA "
-    "with the embedding in target_modules, or in modules_to_save"
-)
-
-
 class FusedEmbedding(Watched, nn.Embedding):
     """The class that FusedEmbeddingParallel gives an nn.Embedding; a subclass's own code runs before this one's."""
 
     mesh: DeviceMesh
     style: FusedEmbeddingParallel
-
-    @property
-    def base_layer(self) -> nn.Module:
-        """Refuse peft's TrainableTokens: peft asks for this attribute before it puts an adapter around an embedding.
-
-        Raises NotImplementedError if a TrainableTokensLayer asks, and AttributeError otherwise, as an nn.Embedding
-        does: LoRA can be put around a split embedding.
-        """
-        if not torch.compiler.is_compiling():
-            asking = sys._getframe(1).f_locals.get("self")
-            if type(asking).__name__ == "TrainableTokensLayer":
-                raise NotImplementedError(f"this {type(self).__name__} is split over ranks: {TRAINABLE_TOKENS}")
-        raise AttributeError("base_layer")
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up indices [..], the same on every rank; return [.., features], or this rank's part of it."""

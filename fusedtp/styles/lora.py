@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..calls.parameters import as_dtensor, same_as
-from .embeddings import TRAINABLE_TOKENS, FusedEmbedding
+from .embeddings import FusedEmbedding
 from .grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
 from .linears import (
     Derived,
@@ -97,7 +97,9 @@ def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Seque
             what = next((type(each).__name__ for each in variants.values()), f"{kind.__module__}.{kind.__name__}")
             if kind.__name__.startswith("TrainableTokens"):
                 raise NotImplementedError(
-                    f"parallelize splits {name}, around which peft has put {what}: {TRAINABLE_TOKENS}"
+                    f"parallelize splits {name}, around which peft has put {what}: TrainableTokens trains rows of an "
+                    "embedding that every rank has whole. Put on LoRA instead, with the embedding in target_modules, "
+                    "or in modules_to_save"
                 )
             raise NotImplementedError(
                 f"parallelize splits {name}, around which peft has put {what}: it splits plain LoRA of linears and "
