@@ -24,10 +24,11 @@ CLOCK = ("bench/timing.py", "bench/operands.py")
 CPU = (
     "bench/peers/dtensor.py", "bench/sequential.py", "calls/arguments.py", "calls/autograd.py", "calls/call.py",
     "calls/dispatch.py", "calls/operators.py", "calls/parameters.py", "calls/paths.py", "calls/program.py",
-    "collectives.py", "float8.py", "functional.py", "groups.py", "locks.py", "scaled.py", "schedules/__init__.py",
-    "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py", "schedules/transport.py",
-    "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py", "workspaces/agreement.py",
-    "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py", "workspaces/workspace.py",
+    "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py", "scaled.py",
+    "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
+    "schedules/transport.py", "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py",
+    "workspaces/agreement.py", "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py",
+    "workspaces/workspace.py",
 )  # fmt: skip
 # Folders stand for all their modules.
 GPU = ("bench/peers", "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py")

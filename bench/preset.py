@@ -104,7 +104,7 @@ def poisoned(like: Tensor, M: int, N: int) -> Tensor:
 def plain(a: Tensor, b: Tensor, config: Config | None = None) -> Fill:
     """Return the launch of the plain matmul, which fills C."""
     config = config or config_for(a.device, a.dtype, a.shape[0], b.shape[1])
-    return lambda out: matmul(a, b, out, epilogue_of(None, per_row=False), config=config)
+    return lambda out: matmul(a, b, out, epilogue_of(()), config=config)
 
 
 def _data(x: Matrix) -> Tensor:
@@ -143,7 +143,7 @@ def gathered(
     else:
         for src, part in enumerate(whole.split(sizes, along)):
             arenas.fill(sum(sizes[:src]) if along == 0 else src * M, part, region.pitch)
-    at, epilogue = table(whole.device, sizes), epilogue_of(None, per_row=transposed)
+    at, epilogue = table(whole.device, sizes), epilogue_of((), per_row=transposed)
     kernel = GatherMatmul(
         ALL_GATHER_MATMUL.number, sizes, on_rows=along == 0, pitch=region.pitch, piece_rows=piece, config=config,
         scales="rows" if float8 else "",
@@ -212,7 +212,7 @@ def reduced(
     kernel = MatmulAllReduce(
         MATMUL_ALL_REDUCE.number, world_size, rank, to_all=to_all, pitch=region.pitch, config=config
     )  # fmt: skip
-    epilogue = epilogue_of(None, per_row=False)
+    epilogue = epilogue_of(())
     return arenas, lambda out: kernel(arenas.channel, a, b, None, out, epilogue, arrivals, **places)
 
 

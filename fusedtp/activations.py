@@ -3,8 +3,8 @@
     relu, gelu, gelu_tanh, silu    y = f(z)            dz = dy * f'(z)
     swiglu, geglu                  y = f(gate) * up    dgate = dy * up * f'(gate), dup = dy * f(gate)
 
-gelu is exact, gelu_tanh its approximation. f is silu in swiglu and gelu in geglu. `op` has the names. Gradients are
-torch's own formulas. relu's gradient is computed from y (`op.OF_RESULT`); the others need the products.
+gelu is exact, gelu_tanh its approximation. f is silu in swiglu and gelu in geglu. Gradients are torch's own formulas.
+relu's gradient is computed from y (`OF_RESULT`); the others need the products.
 
 The library rounds z before the activation. Our kernels have z as a float32 sum and do not round it first, except a
 gate, which is stored until `up` is ready.
@@ -15,16 +15,23 @@ and gelu_tanh in float32. This module pads to whole vectors: an element has the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .op import GATED
-
 _aten = torch.ops.aten
+
+Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
+GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
+# Gated activations: the function of the gate, before `up` is multiplied with it.
+GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
+ACTIVATIONS = (*get_args(Activation), *GATED)
+# Activations whose gradient is computed from the result; others need the product.
+OF_RESULT = frozenset({"relu"})
 
 
 def _approximate(name: str) -> str:

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import groups, norms
+from . import groups
+from .activations import Activation, GatedActivation
 from .calls import arguments, autograd, problems
+from .epilogue import NO_EPILOGUE, Epilogue
 from .groups import Group
-from .norms import Norm
-from .op import RANK_ORDER, RMS_NORM, Activation, GatedActivation, NormName, Options, Order
+from .norms import RMS_NORM, NormName
+from .op import RANK_ORDER, Options, Order
 from .scaled import Float8, Scaled
 from .sharding.notation import parse
 from .sharding.plan import Partition
@@ -177,14 +179,17 @@ def all_gather_linear(
     - RanksDisagree: ranks call different ops, shapes or options.
     - NotImplementedError: a second derivative, or forward-mode differentiation.
     """
-    asked, along = Options(schedule, "auto", producer, float8, order, activation), (gather_dim, sizes)
+    asked, along = Options(schedule, "auto", producer, float8, order), (gather_dim, sizes)
     problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
-        return autograd.apply(problem, x, weight, bias, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        epilogue = NO_EPILOGUE if bias is None and activation is None else Epilogue(bias=bias, activation=activation)
+        return autograd.apply(problem, x, weight, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        return (autograd.apply(problem, x, weights[0], biases[0], group, asked, along, out_dtype=out_dtype),)
-    return autograd.apply(problem, x, weights, biases, group, asked, along, out_dtype=out_dtype)  # type: ignore[no-any-return]
+        epilogue = Epilogue(bias=biases[0], activation=activation)
+        return (autograd.apply(problem, x, weights[0], group, asked, along, epilogue, out_dtype),)
+    epilogue = Epilogue(bias=biases, activation=activation)
+    return autograd.apply(problem, x, weights, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -249,12 +254,11 @@ def linear_reduce_scatter(
     x and weight may be `Scaled`. Each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
     asked = Options(schedule, "auto", producer, float8, order)
-    normed: Norm | None = None
+    epilogue = NO_EPILOGUE if bias is None and residual is None else Epilogue(bias=bias, residual=residual)
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
-        normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
+        epilogue = epilogue.normed(norm, norm_weight, norm_bias, norm_eps)
     problem: Any = problems.reduce_scatter_problem
-    along = scatter_dim, sizes
-    return autograd.apply(problem, x, weight, bias, group, asked, along, residual, normed, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, group, asked, (scatter_dim, sizes), epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -311,11 +315,11 @@ def linear_all_reduce(
     - `schedule`, `out_dtype`, `float8`: as in `all_gather_linear`. So are the errors.
     """
     asked = Options(schedule, algorithm, "auto", float8, order)
-    normed: Norm | None = None
+    epilogue = NO_EPILOGUE if bias is None and residual is None else Epilogue(bias=bias, residual=residual)
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
-        normed = norms.asked_for(norm, norm_weight, norm_bias, norm_eps)
+        epilogue = epilogue.normed(norm, norm_weight, norm_bias, norm_eps)
     problem: Any = problems.all_reduce_problem
-    return autograd.apply(problem, x, weight, bias, group, asked, (), residual, normed, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, group, asked, (), epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -349,6 +353,7 @@ def fsdp_linear(
     - `schedule`, `producer`, `out_dtype`, `float8`, `order`: as in `all_gather_linear`. So are the errors. With
       `Scaled` operands the weight's rows travel.
     """
-    asked = Options(schedule, "auto", producer, float8, order, activation)
+    asked = Options(schedule, "auto", producer, float8, order)
+    epilogue = NO_EPILOGUE if bias is None and activation is None else Epilogue(bias=bias, activation=activation)
     problem: Any = problems.fsdp_problem
-    return autograd.apply(problem, x, weight_shard, bias, group, asked, (sizes,), out_dtype=out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight_shard, group, asked, (sizes,), epilogue, out_dtype)  # type: ignore[no-any-return]

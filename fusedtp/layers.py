@@ -38,12 +38,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
+from .activations import Activation, GatedActivation
 from .calls import arguments, autograd, dispatch, parameters, problems
 from .calls.call import ProblemFunction
 from .calls.parameters import Device
+from .epilogue import NO_EPILOGUE, Epilogue
 from .groups import Group
-from .norms import Norm
-from .op import LAYER_NORM, RANK_ORDER, Activation, GatedActivation, NormName, Options, Order
+from .norms import LAYER_NORM, NormName
+from .op import RANK_ORDER, Options, Order
 from .scaled import Float8
 from .shards import check_sizes, chunk_sizes
 
@@ -74,11 +76,12 @@ class ShardedLinear(parameters.Watched):
         group: Group,
         feature_sizes: Sequence[int] | None,
         options: Options,
+        epilogue: Epilogue = NO_EPILOGUE,
     ) -> None:
         super().__init__()
         dispatch.check_schedule(options.schedule)
         arguments.check_producer(options.producer, options.schedule)
-        arguments.activation_of(options.activation, self._matrices)
+        arguments.activation_of(epilogue.activation, self._matrices)
         arguments.flag("bias", bias)
         arguments.parameter_options(device, dtype)
         self.group: ProcessGroup = groups.resolve(group)
@@ -86,7 +89,8 @@ class ShardedLinear(parameters.Watched):
         self.in_features, self.out_features = in_features, out_features
         made_in = dtype or torch.get_default_dtype()
         arguments.float8_of(options.float8, made_in, "parameters")
-        self.options = options
+        # Without the operands, which each call reads.
+        self.options, self.epilogue = options, epilogue
         length, world_size = (out_features, in_features)[self._dim], self.group.size()
         if feature_sizes is None:
             pieces = chunk_sizes(length // self._matrices, world_size)
@@ -149,20 +153,22 @@ class ShardedLinear(parameters.Watched):
 
     def _linear(
         self, problem: ProblemFunction, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
-        norm: Norm | None = None,
+        **of_norm: Any,
     ) -> Any:  # fmt: skip
         weight, bias = self.read("weight", "bias")
         if not self._is_padded and self._matrices == 1:
-            return autograd.apply(
-                problem, x, weight, bias, self.group, self.options, along, residual, norm, of_layer=True
-            )
+            epilogue = self.epilogue
+            if bias is not None or residual is not None or of_norm:
+                epilogue = epilogue._replace(bias=bias, residual=residual, **of_norm)
+            return autograd.apply(problem, x, weight, self.group, self.options, along, epilogue, of_layer=True)
         size, several = self._sizes[self.group.rank()], self._matrices > 1
         weight = self._own("weight", weight, size, 2 + several)
         bias = None if bias is None else self._own("bias", bias, size, 1 + several)
         if several:
             weight, bias = weight.unbind(), (None,) * self._matrices if bias is None else bias.unbind()
-        norm = None if norm is None else norm.map(lambda each: parameters.local(each, 1))
-        return autograd.apply(problem, x, weight, bias, self.group, self.options, along, residual, norm)
+        of_norm = {name: None if each is None else parameters.local(each, 1) for name, each in of_norm.items()}
+        epilogue = self.epilogue._replace(bias=bias, residual=residual, **of_norm)
+        return autograd.apply(problem, x, weight, self.group, self.options, along, epilogue)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
@@ -253,7 +259,7 @@ class ColumnParallelLinear(ShardedLinear):
     ) -> None:
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes,
-            Options(schedule, "auto", producer, float8, order, activation),
+            Options(schedule, "auto", producer, float8, order), Epilogue(activation=activation),
         )  # fmt: skip
         self.sequence_parallel = arguments.flag("sequence_parallel", sequence_parallel)
         self.gather_dim = arguments.sequence_dim("gather_dim", gather_dim)
@@ -267,7 +273,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
-        return text if self.options.activation is None else f"{text}, activation={self.options.activation!r}"
+        return text if self.epilogue.activation is None else f"{text}, activation={self.epilogue.activation!r}"
 
 
 class RowParallelLinear(ShardedLinear):
@@ -324,6 +330,7 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes,
             Options(schedule, "auto", producer, float8, order),
+            NO_EPILOGUE if norm is None else Epilogue(norm=self.norm, eps=self.norm_eps),
         )  # fmt: skip
 
     def _make_more(self, mesh: DeviceMesh, device: Device, dtype: torch.dtype | None) -> None:
@@ -341,11 +348,12 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return y, or y + residual, which is split like y; with a norm (normed, y)."""
-        norm = None if self.norm is None else Norm(self.norm, self.norm_eps, *self.read("norm_weight", "norm_bias"))
+        names = "norm_weight", "norm_bias"
+        of_norm = dict(zip(names, self.read(*names), strict=True)) if self.norm else {}
         if not self.sequence_parallel:
-            return self._linear(problems.all_reduce_problem, x, (), residual, norm)  # type: ignore[no-any-return]
+            return self._linear(problems.all_reduce_problem, x, (), residual, **of_norm)  # type: ignore[no-any-return]
         along = self.scatter_dim, self.sequence_sizes
-        return self._linear(problems.reduce_scatter_problem, x, along, residual, norm)  # type: ignore[no-any-return]
+        return self._linear(problems.reduce_scatter_problem, x, along, residual, **of_norm)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"
@@ -387,7 +395,7 @@ class FSDPLinear(ShardedLinear):
     ) -> None:
         super().__init__(
             in_features, out_features, bias, device, dtype, group, feature_sizes,
-            Options(schedule, "auto", producer, float8, order, activation),
+            Options(schedule, "auto", producer, float8, order), Epilogue(activation=activation),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:

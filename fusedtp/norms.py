@@ -10,34 +10,17 @@ every rank and beside any number of other rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .op import LAYER_NORM, NORMS, RMS_NORM
+NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
+RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 
 # A block of rows is read three times: from the CPU's second cache, 512 KiB and more on the machines that torch runs on.
 _BLOCK_BYTES = 256 << 10
-
-
-class Norm(NamedTuple):
-    """Norm, one of `op.NORMS`, with its parameters [N] and eps."""
-
-    name: str
-    eps: float
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def map(self, made_of: Callable[[Tensor], Tensor]) -> Norm:
-        bias = None if self.bias is None else made_of(self.bias)
-        return Norm(self.name, self.eps, made_of(self.weight), bias)
-
-    def given(self) -> dict[str, Tensor]:
-        """Return the parameters by name, without those that the norm lacks."""
-        return {"norm_weight": self.weight} | ({} if self.bias is None else {"norm_bias": self.bias})
 
 
 def check_name(name: object) -> str:
@@ -52,30 +35,30 @@ def check_eps(eps: object) -> float:
     return float(eps)
 
 
-def asked_for(name: object, weight: Any, bias: Any, eps: object) -> Norm:
-    """Return the norm that a function's arguments ask for; ValueError if they do not fit."""
+def check(name: object, weight: Any, bias: Any, eps: object) -> tuple[str, float]:
+    """Return the name and eps of the norm that a function's arguments ask for; ValueError if they do not fit."""
     name, eps = check_name(name), check_eps(eps)
     if weight is None:
         raise ValueError("norm and norm_bias are for a norm, which takes a norm_weight: got None")
     if bias is not None and name != LAYER_NORM:
         raise ValueError(f"norm_bias is for norm={LAYER_NORM!r}, got one for {name!r}")
-    return Norm(name, eps, weight, bias)
+    return name, eps
 
 
-def of(norm: Norm, y: Tensor) -> Tensor:
+def of(name: str, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return the norm of y, differentiable."""
-    if norm.name == RMS_NORM:
-        normed = F.rms_norm(y, norm.weight.shape, norm.weight, norm.eps)
+    if name == RMS_NORM:
+        normed = F.rms_norm(y, weight.shape, weight, eps)
     else:
-        normed = F.layer_norm(y, norm.weight.shape, norm.weight, norm.bias, norm.eps)
+        normed = F.layer_norm(y, weight.shape, weight, bias, eps)
     # torch.autocast computes norms in float32.
     return normed if normed.dtype == y.dtype else normed.to(y.dtype)
 
 
-def apply(norm: Norm, y: Tensor) -> Tensor:
+def apply(name: str, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return the norm of y [M, N], outside of any graph."""
-    if norm.name != RMS_NORM or not y.is_cpu or not y.numel():
-        return of(norm, y)
+    if name != RMS_NORM or not y.is_cpu or not y.numel():
+        return of(name, y, weight, bias, eps)
     # torch's own norm passes over memory eight times on a CPU.
     out = torch.empty_like(y, memory_format=torch.contiguous_format)
     rows = max(1, _BLOCK_BYTES // (y.shape[1] * 4))
@@ -83,18 +66,21 @@ def apply(norm: Norm, y: Tensor) -> Tensor:
         block, made = y[begin : begin + rows], out[begin : begin + rows]
         accurate = block if y.dtype in (torch.float32, torch.float64) else block.float()
         scale = torch.linalg.vector_norm(accurate, dim=1, keepdim=True)
-        scale.square_().div_(y.shape[1]).add_(norm.eps).rsqrt_()
+        scale.square_().div_(y.shape[1]).add_(eps).rsqrt_()
         if accurate is block:
-            torch.mul(block, scale, out=made).mul_(norm.weight)
+            torch.mul(block, scale, out=made).mul_(weight)
         else:
-            made.copy_(accurate.mul_(scale).mul_(norm.weight))
+            made.copy_(accurate.mul_(scale).mul_(weight))
     return out
 
 
-def gradients(norm: Norm, y: Tensor, dnormed: Tensor, needs: tuple[bool, bool, bool]) -> list[Tensor | None]:
+def gradients(
+    name: str, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float, dnormed: Tensor,
+    needs: tuple[bool, bool, bool],
+) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of y, weight and bias, None if not needed; differentiable themselves in grad mode."""
     again = torch.is_grad_enabled()
-    given = y, norm.weight, norm.bias
+    given = y, weight, bias
     if not again:
         given = tuple(  # type: ignore[assignment]
             None if each is None else each.detach().requires_grad_(needed)
@@ -102,6 +88,6 @@ def gradients(norm: Norm, y: Tensor, dnormed: Tensor, needs: tuple[bool, bool, b
         )
     wanted = [each for each, needed in zip(given, needs, strict=True) if needed and each is not None]
     with torch.enable_grad():
-        normed = of(Norm(norm.name, norm.eps, given[1], given[2]), given[0])
+        normed = of(name, given[0], given[1], given[2], eps)
         found = iter(torch.autograd.grad(normed, wanted, dnormed, create_graph=again))
     return [next(found) if needed else None for needed in needs]

@@ -21,11 +21,8 @@ and has a left @ X for each left.
 `dim` 1 replaces rows by columns: of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
 
-An all_gather_matmul may end with an activation, one of `ACTIVATIONS`, of each X @ b + bias. A `GATED` activation takes
-two of them, gate and up, and has one result. If the op `keeps` these products, they are results too, after the others.
-
-A sum of one a @ b may end with a norm of its rows, one of `NORMS`, with the operands `norm_weight` and `norm_bias` [N].
-The normed sum is a result after the sum.
+The steps after the products or the sum, with their operands (bias, residual, a norm's parameters) and further results,
+are the task's `epilogue`. An all_gather_matmul may end with an activation, a sum of one a @ b with a norm.
 """
 
 from __future__ import annotations
@@ -33,7 +30,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+from .epilogue import NO_EPILOGUE, Epilogue, numbered
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +40,6 @@ if TYPE_CHECKING:
 Shape = tuple[int, int]
 Kind = Literal["gather", "scatter", "all_reduce"]
 
-Activation: TypeAlias = Literal["relu", "gelu", "gelu_tanh", "silu"]
-GatedActivation: TypeAlias = Literal["swiglu", "geglu"]
-# Gated activations: the function of the gate, before `up` is multiplied with it.
-GATED: Mapping[str, Activation] = {"swiglu": "silu", "geglu": "gelu"}
-ACTIVATIONS = (*get_args(Activation), *GATED)
-# Activations whose gradient is computed from the result; others need the product.
-OF_RESULT = frozenset({"relu"})
-NormName: TypeAlias = Literal["rms_norm", "layer_norm"]
-RMS_NORM, LAYER_NORM = NORMS = get_args(NormName)
 # Order in which terms are added. A tree has this many leaves, unless the order gives a number.
 Order: TypeAlias = str
 RANK_ORDER, TREE_ORDER, LEAVES, MOST_LEAVES = "rank", "tree", 8, 64
@@ -65,12 +55,6 @@ class Options(NamedTuple):
     producer: str = "auto"
     float8: str | None = None
     order: str = RANK_ORDER
-    activation: str | None = None
-
-
-def numbered(name: str, count: int) -> tuple[str, ...]:
-    """Return a name for each of several: b, b1, b2. A compiler can trace the code."""
-    return tuple([f"{name}{i or ''}" for i in range(count)])
 
 
 @dataclass(frozen=True)
@@ -103,14 +87,13 @@ class Task:
 
     - `dtype`: of the result; sums travel in it.
     - `sizes`: every rank's length of the dim that is gathered or scattered.
-    - `dim`, `transposed`, `activation` ("" for none), `keeps`: see the module.
+    - `dim`, `transposed`: see the module.
     - `algorithm`: one of the op's, or "auto".
     - `float8`: the first operand's dtype, if a and b are float8 with scales (`scaled.Quantized`).
     - `in_blocks`: whether scales are those of blocks.
-    - `norm`, `eps`: of the sum; "" for none.
     - `leaves`: of the contraction, if it is added up as a tree, in float32 also between ranks; else 0.
     - `any_order`: whether the switch may add ranks' terms, in its own order.
-    - `whole`: whether X is a result of an all_gather_matmul too, the last one. Columns (dim 1) then travel as rows.
+    - `epilogue`: with names of operands. If X itself is a result (`whole`), columns (dim 1) travel as rows.
     """
 
     op: Op
@@ -120,15 +103,11 @@ class Task:
     dim: int = 0
     transposed: bool = False
     algorithm: str = "auto"
-    activation: str = ""
-    keeps: bool = False
     float8: torch.dtype | None = None
     in_blocks: bool = False
-    norm: str = ""
-    eps: float = 0.0
     leaves: int = 0
     any_order: bool = False
-    whole: bool = False
+    epilogue: Epilogue = NO_EPILOGUE
 
     def __hash__(self) -> int:
         return self._hash
@@ -173,9 +152,9 @@ class Task:
             options["gather_dim" if self.op.kind == "gather" else "scatter_dim"] = self.dim
         if self.op.name == "all_gather_matmul":
             options["transposed"] = self.transposed
-            options["activation"] = self.activation or "none"
+            options |= self.epilogue.agreed(of_sum=False)
             if self.dim == 1:
-                options["whole"] = self.whole
+                options["whole"] = self.epilogue.whole
         if self.op.algorithms:
             options["algorithm"] = self.algorithm
         if self.float8 is not None:
@@ -200,18 +179,15 @@ def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
     M, K = _gathered(task)
     columns = [task.shapes[b][1] for b in task.each("b")]
     products = [(N, M) if task.transposed else (M, N) for N in columns]
-    made = products[:1] if task.activation in GATED else products
     right = [(K, task.shapes["right"][1])] if "right" in task.shapes else []
-    return (*made, *(products if task.keeps else ()), *right, *([(M, K)] if task.whole else []))
+    return (*task.epilogue.results(products), *right, *([(M, K)] if task.epilogue.whole else []))
 
 
 def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
     (M, N), own = _product(task), task.sizes[rank]
     first = (own, N) if task.dim == 0 else (M, own)
-    if task.norm:
-        return first, first
     lefts = [task.shapes[left][0] for left in task.each("left") if left in task.shapes]
-    return (first, *((rows, task.shapes["x"][1]) for rows in lefts))
+    return (*task.epilogue.results([first]), *((rows, task.shapes["x"][1]) for rows in lefts))
 
 
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:
@@ -222,11 +198,7 @@ def _agreed_of_product(task: Task) -> Mapping[str, Any]:
         agreed["weights"] = weights
     if "x" in task.shapes:
         return {**agreed, "columns gathered": task.shapes["x"][1]}
-    agreed |= {name: "given" if name in task.shapes else "none" for name in ("bias", "residual")}
-    if not task.norm:
-        return agreed | {"norm": "none"}
-    biased = " and a bias" * ("norm_bias" in task.shapes)
-    return agreed | {"norm": f"{task.norm} with eps {task.eps!r}{biased}"}
+    return agreed | task.epilogue.agreed(of_sum=True)
 
 
 def _agreed_of_gather(task: Task) -> Mapping[str, Any]:
@@ -246,7 +218,8 @@ MATMUL_REDUCE_SCATTER = Op(
 )
 MATMUL_ALL_REDUCE = Op(
     "matmul_all_reduce", "all_reduce", True, ("one_shot", "two_shot"),
-    results=lambda task, rank: (_product(task),) * (2 if task.norm else 1), moved=_product, agreed=_agreed_of_product,
+    results=lambda task, rank: tuple(task.epilogue.results([_product(task)])), moved=_product,
+    agreed=_agreed_of_product,
 )  # fmt: skip
 ALL_GATHER = Op(
     "all_gather", "gather", False, ("direct", "ring"),

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .operands import Outputs, pick, stride_of
+from .operands import Outputs, outputs_of, pick, stride_of
 from .signal import or_nan
+
+if TYPE_CHECKING:
+    from ..epilogue import Epilogue
 
 # Fewest columns that a tile with an activation stores at a time: 64 bytes of a row of 16-bit elements.
 PART_COLUMNS = tl.constexpr(32)
@@ -47,13 +50,39 @@ constant = cache(tl.constexpr)
 
 
 def epilogue_of(
-    bias: torch.Tensor | Sequence[torch.Tensor] | None, *, per_row: bool, residual: Outputs | None = None,
-    zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
+    epilogues: Sequence[Epilogue], cs: Sequence[torch.Tensor] = (), *, per_row: bool = False,
+    zs: Sequence[torch.Tensor] = (),
 ) -> TileEpilogue:  # fmt: skip
-    """Return the epilogue as a launch passes it; bias, zs: one for each result. A strided bias is copied."""
-    biases = [bias] if isinstance(bias, torch.Tensor) else bias
-    given = None if biases is None else tuple([each.contiguous() for each in biases])
-    return TileEpilogue(given, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated))
+    """Return the epilogue as a launch passes it; () for no steps.
+
+    - `epilogues`: with tensors, of each block of C in `cs`. A strided bias is copied.
+    - `per_row`: whether columns of an epilogue are rows of C, which is transposed.
+    - `zs`: as in `TileEpilogue`.
+    """
+    if not epilogues:
+        return TileEpilogue(None, constant(per_row))
+    first, residual = epilogues[0], None
+    if first.residual is not None:
+        residual = outputs_of(first.residual.t() if per_row else first.residual)
+    return TileEpilogue(
+        _columns([each.bias for each in epilogues], cs, per_row), constant(per_row), residual, tuple(zs) or None,
+        constant(first.function), constant(first.is_gated),
+    )  # fmt: skip
+
+
+def _columns(
+    given: Sequence[torch.Tensor | None], cs: Sequence[torch.Tensor], per_row: bool
+) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
+    # The kernel adds a bias to each product or to none.
+    for each in given:
+        if each is not None:
+            break
+    else:
+        return None
+    return tuple([
+        cs[i].new_zeros(cs[i].shape[0 if per_row else 1]) if each is None else each.contiguous()
+        for i, each in enumerate(given)
+    ])  # fmt: skip
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.calls.dispatch import Ready
+from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS, Task
 from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces.workspace import Workspace
@@ -33,12 +34,15 @@ def named(op: str, *operands: Tensor | None, norm: str = "") -> dict[str, Tensor
 
 
 def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **options: Any) -> Task:
-    """Return a task on these operands; options: its other fields."""
-    given = named(op, *operands, norm=options.get("norm", ""))
+    """Return a task on these operands; options: its other fields, and those of its epilogue."""
+    asked = {name: options.pop(name) for name in Epilogue._fields if name in options}
+    steps = Epilogue(**{name: value for name, value in asked.items() if value})
+    given = named(op, *operands, norm=steps.norm or "")
     shapes = {
         name: (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0]) for name, each in given.items()
     }
-    return Task(OPS[op], shapes, given["a"].dtype, tuple(sizes), **options)
+    epilogue = steps.named(given, sum(name[0] == "b" and name[1:].isdigit() for name in given) + 1)
+    return Task(OPS[op], shapes, given["a"].dtype, tuple(sizes), epilogue=epilogue, **options)
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
@@ -63,7 +67,7 @@ def results(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) ->
     """Run a task's kernels on a virtual rank phase by phase, and return the results."""
     how = {name: options.pop(name) for name in _HOW if name in options}
     task = task_of(op, *operands, **options)
-    return in_phases(Prepared("fused", task, ws=ws, **how), named(op, *operands, norm=task.norm))
+    return in_phases(Prepared("fused", task, ws=ws, **how), named(op, *operands, norm=task.epilogue.norm or ""))
 
 
 def phases(op: str, ws: Workspace, *operands: Tensor | None, **options: Any) -> Generator[None, None, Tensor]:

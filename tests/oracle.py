@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import reference
-from fusedtp.op import GATED
+from fusedtp.activations import GATED
 from fusedtp.shards import even_sizes
 
 from .harness import last_path

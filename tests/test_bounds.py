@@ -24,7 +24,7 @@ from .protocol.mutants import Edit, Mutant, planted
 from .test_ops_local import CPU, problem
 from .virtual_ranks import local_memories, run_together
 
-NO_BIAS = epilogue.epilogue_of(None, per_row=False)
+NO_BIAS = epilogue.epilogue_of(())
 
 PLANTED = [
     ("_gather_matmul_kernel stores 4 bytes", "gather rows",

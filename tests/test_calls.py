@@ -15,6 +15,7 @@ from fusedtp import groups
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call
 from fusedtp.calls.problems import Settings
+from fusedtp.epilogue import Epilogue
 from fusedtp.op import Options
 
 ASKED = Options("unfused")
@@ -119,7 +120,7 @@ def test_a_group_made_anew_is_another(known: dict[str, Named]) -> None:
     prepared: list[str] = []
 
     def prepare(
-        x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, asked: Options
+        x: Tensor, weight: Tensor, group: Any, asked: Options, *, epilogue: Epilogue
     ) -> tuple[Settings, tuple[int, ...]]:
         prepared.append(group.group_name)
         return settings_of(group, asked), (2 * group.size(), 3, 4, 0, 0, 0)

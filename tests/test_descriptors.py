@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from fusedtp import reference
+from fusedtp.epilogue import Epilogue
 from fusedtp.kernels.configs import Config
 from fusedtp.kernels.descriptors import read_by
 from fusedtp.kernels.epilogue import epilogue_of
@@ -76,7 +77,7 @@ def test_a_matmul_reads_alike(loads: list[int], a_by: str, b_by: str) -> None:
 
 def matmul_of(a: Tensor, b: Tensor, bias: Tensor, config: Config) -> Tensor:
     out = a.new_empty(M, N)
-    matmul(a, b, out, epilogue_of(bias, per_row=False), config=config)
+    matmul(a, b, out, epilogue_of([Epilogue(bias)]), config=config)
     return out
 
 

@@ -26,6 +26,7 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 import triton
 from triton.compiler import compiler
 
+from fusedtp.epilogue import Epilogue
 from fusedtp.kernels import loading, prepared, steps
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.launch import FP_FUSION, config_for
@@ -213,7 +214,7 @@ def multiplied(driver: EmulatedDriver, M: int = 64, *, K: int = 64, at: int = 0,
     """Launch the plain matmul on operands that begin at element `at`."""
     a, b, c = (torch.zeros(at + n, dtype=BF16)[at:] for n in (M * K, K * 64, M * 64))
     b = b.view(K, 64)
-    epilogue = epilogue_of(torch.zeros(64, dtype=BF16) if bias else None, per_row=False)
+    epilogue = epilogue_of([Epilogue(torch.zeros(64, dtype=BF16) if bias else None)])
     matmul(a.view(M, K), b, c.view(M, 64), epilogue, config=config_for(torch.device("cuda"), BF16))
     [waiting] = taken(driver)
     return waiting
@@ -240,7 +241,7 @@ def test_only_like_calls_are_prepared(hopper: EmulatedDriver) -> None:
 
 def test_an_operand_that_is_passed_twice(hopper: EmulatedDriver) -> None:
     x, y, z = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
-    plain, config = epilogue_of(None, per_row=False), config_for(torch.device("cuda"), BF16)
+    plain, config = epilogue_of(()), config_for(torch.device("cuda"), BF16)
     for a, b in ((x, x), (x, y), (y, y), (x, z)):
         matmul(a, b, z, plain, config=config)
     assert hopper.num_prepared == 1
@@ -299,7 +300,7 @@ def test_a_prepared_launch_keeps_no_operand() -> None:
     a, b, c = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
     with device(90) as driver:
         for _ in range(2):
-            matmul(a, b, c, epilogue_of(None, per_row=False), config=config_for(torch.device("cuda"), BF16))
+            matmul(a, b, c, epilogue_of(()), config=config_for(torch.device("cuda"), BF16))
         known = prepared._known
     assert (driver.num_prepared, len(known)) == (1, 1)
     del driver

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from fusedtp.epilogue import Epilogue
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.launch import INTERPRETER
@@ -63,7 +64,7 @@ def test_infinities_and_nan_warn_of_nothing() -> None:
     a = torch.ones(1, 2)
     b = torch.tensor([[-200.0, 200.0, inf, -inf, large, inf, torch.nan], [0.0, 0.0, 0.0, 0.0, large, -inf, 1.0]])
     c = torch.empty(1, 7)
-    matmul(a, b, c, epilogue_of(None, per_row=False, activation="silu"), config=INTERPRETER)
+    matmul(a, b, c, epilogue_of([Epilogue(activation="silu")]), config=INTERPRETER)
     torch.testing.assert_close(c, F.silu(b.sum(0, keepdim=True)), equal_nan=True)
-    matmul(a * large, b, c, epilogue_of(None, per_row=False), config=INTERPRETER)
+    matmul(a * large, b, c, epilogue_of(()), config=INTERPRETER)
     torch.testing.assert_close(c, (b * large).sum(0, keepdim=True), equal_nan=True)

@@ -40,7 +40,7 @@ def test_a_result_is_stored_16_bytes_at_a_time_or_not(columns: int, offset: int,
     whole = torch.zeros(64 * 96 + 16, dtype=torch.bfloat16)
     out = whole[offset : offset + 64 * columns].view(64, columns)
     a, b = torch.zeros(64, 128, dtype=torch.bfloat16), torch.zeros(columns, 128, dtype=torch.bfloat16).t()
-    found = recorded(lambda: matmul(a, b, out, epilogue_of(None, per_row=False), config=config)).constants
+    found = recorded(lambda: matmul(a, b, out, epilogue_of(()), config=config)).constants
     assert found["BLOCK_N"] == (config.block_n if stored else 128)
     assert (found["A_BY"], found["B_BY"], found["BLOCK_K"]) == ("rows", "columns", config.block_k)
 

@@ -230,7 +230,7 @@ def counted(group: ProcessGroup) -> list[tuple[str, int]]:
     run = Ready.run
 
     def seen_running(self: Ready, operands: Any) -> list[Tensor]:
-        seen.append((self.task.op.name, 1 if self.task.keeps else len(self.task.results(group.rank()))))
+        seen.append((self.task.op.name, 1 if self.task.epilogue.keeps else len(self.task.results(group.rank()))))
         return run(self, operands)
 
     with mock.patch.object(Ready, "run", seen_running):

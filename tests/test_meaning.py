@@ -21,6 +21,8 @@ from torch.distributed.tensor import Replicate, Shard
 import fusedtp
 from fusedtp import op, scaled
 from fusedtp.bench.ranks import RankPool
+from fusedtp.epilogue import Epilogue
+from fusedtp.norms import LAYER_NORM, RMS_NORM
 from fusedtp.op import Task
 from fusedtp.workspaces import agreement
 from fusedtp.workspaces.steps import HostSteps
@@ -184,28 +186,38 @@ def test_all_ranks_are_told_who_differs(pool: RankPool, schedule: str) -> None:
 
 REDUCED = Task(op.ALL_REDUCE, {"a": (3, 4)}, torch.float32)
 GATHERED = Task(op.ALL_GATHER_MATMUL, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, (3, 3))
-SUMMED = Task(op.MATMUL_ALL_REDUCE, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, norm=op.RMS_NORM, eps=1e-6)
-# For each field: a task, and another value of the field.
+NORMED = Epilogue(norm=RMS_NORM, norm_weight=("norm_weight",), eps=1e-6)
+SUMMED = Task(op.MATMUL_ALL_REDUCE, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, epilogue=NORMED)
+KEEPING = replace(GATHERED, epilogue=Epilogue(activation="silu"))
+# For each field, of a task or its epilogue: a task, and another value of the field.
 OTHERWISE: dict[str, tuple[Task, object]] = {
     "op": (REDUCED, op.ALL_GATHER), "shapes": (REDUCED, {"a": (3, 5)}), "dtype": (REDUCED, torch.bfloat16),
     "sizes": (GATHERED, (3, 4)), "dim": (GATHERED, 1), "transposed": (GATHERED, True), "algorithm": (REDUCED, "ring"),
-    "activation": (GATHERED, "relu"), "keeps": (replace(GATHERED, activation="silu"), True),
+    "activation": (GATHERED, "relu"), "keeps": (KEEPING, True), "bias": (SUMMED, ("bias",)),
+    "residual": (SUMMED, ("residual",)), "norm_weight": (SUMMED, ("other",)), "norm_bias": (SUMMED, ("norm_bias",)),
     "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),
-    "norm": (SUMMED, op.LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
+    "norm": (SUMMED, LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
     "whole": (replace(GATHERED, dim=1), True),
 }  # fmt: skip
 # Fields that may differ between ranks, and why.
-OWN = {"keeps": "a rank keeps its products for its own gradients, and they do not travel"}
+OWN = {
+    "keeps": "a rank keeps its products for its own gradients, and they do not travel",
+    "norm_weight": "every norm has one",
+}
+TASK_FIELDS = [each.name for each in fields(Task) if each.name != "epilogue"]
 
 
-@pytest.mark.parametrize("name", [each.name for each in fields(Task)])
+@pytest.mark.parametrize("name", [*TASK_FIELDS, *Epilogue._fields])
 def test_every_option_of_a_task_is_compared(name: str) -> None:
     assert name in OTHERWISE, (
         f"Task.{name}: name it in `Task.agreed`, if all ranks must mean it alike, or else say in OWN why not; and give "
         "OTHERWISE a task and another value"
     )
     task, value = OTHERWISE[name]
-    one, other = (agreement.meaning_of(each, "fused", "cpu") for each in (task, replace(task, **{name: value})))  # type: ignore[arg-type]
+    changed: dict[str, Any] = {name: value}
+    if name in Epilogue._fields:
+        changed = {"epilogue": task.epilogue._replace(**changed)}
+    one, other = (agreement.meaning_of(each, "fused", "cpu") for each in (task, replace(task, **changed)))
     if name in OWN:
         assert one.values == other.values, f"Task.{name} is compared: take it out of OWN"
     else:
@@ -214,7 +226,7 @@ def test_every_option_of_a_task_is_compared(name: str) -> None:
 
 
 def test_all_that_is_said_of_tasks_is_of_a_field() -> None:
-    assert OWN.keys() <= OTHERWISE.keys() <= {each.name for each in fields(Task)}
+    assert OWN.keys() <= OTHERWISE.keys() <= {*TASK_FIELDS, *Epilogue._fields}
 
 
 def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:

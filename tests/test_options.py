@@ -22,8 +22,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
+from fusedtp.activations import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.bench.ranks import RankPool
-from fusedtp.op import ACTIVATIONS, GATED, NORMS, OF_RESULT
+from fusedtp.norms import NORMS
 from fusedtp.schedules import decomposed
 
 from .harness import LARGE, spread

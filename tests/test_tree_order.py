@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtp
 from fusedtp import activations, reference
+from fusedtp.activations import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.bench.ranks import RankPool
-from fusedtp.op import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.shards import even_sizes
 
 from .conftest import PoisonedPool

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .. import groups
+from ..activations import ACTIVATIONS, GATED
 from ..cost.overlap import MULTICAST, PRODUCERS
+from ..epilogue import EACH, NO_EPILOGUE, NORM, RESULT, Epilogue
 from ..float8 import E8M0, FLOAT8, formats_of
-from ..norms import Norm
-from ..op import ACTIVATIONS, ANY_ORDER, AS_ANY, GATED, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
+from ..op import ANY_ORDER, AS_ANY, LEAVES, MOST_LEAVES, RANK_ORDER, TREE_ORDER, Op, Options
 from ..scaled import RECIPES, Float8, Scaled, check_dense
 from ..schedules import SCHEDULES
 from ..sharding.notation import Spec
@@ -82,8 +83,7 @@ def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
 
 
 Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
-Biases: TypeAlias = "Tensor | tuple[Tensor | None, ...] | None"
-# A weight or bias, or a tuple with one for each of several weights.
+# A weight, or a tuple of several.
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # On meta, a call sends nothing and computes shapes only.
@@ -147,29 +147,32 @@ def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tu
     return tuple(weights), tuple(biases)
 
 
-def _numbered(weight: Weights, bias: Biases, name: str) -> list[tuple[str, Tensor, str, Tensor | None]]:
-    # Each tensor with its name in errors.
+def _each(weight: Any, epilogue: Epilogue, name: str) -> list[tuple[str, Any, list[tuple[str, Any]]]]:
+    # Each weight with its name in errors, and its operands of the epilogue with theirs.
+    added = epilogue.given(EACH).items()
     if not isinstance(weight, tuple):
-        return [(name, weight, "bias", bias)]  # type: ignore[list-item]
-    pairs = enumerate(zip(weight, bias, strict=True))  # type: ignore[arg-type]
-    return [(f"{name}[{i}]", one, f"bias[{i}]", other) for i, (one, other) in pairs]
+        return [(name, weight, list(added))]
+    return [
+        (f"{name}[{i}]", one, [(f"{its}[{i}]", each[i]) for its, each in added if each[i] is not None])
+        for i, one in enumerate(weight)
+    ]
 
 
 def check_linear(
-    x: Tensor, weight: Weights, bias: Biases, asked: Options, *, num_out: int | None = None, name: str = "weight"
+    x: Tensor, weight: Weights, epilogue: Epilogue, asked: Options, *, num_out: int | None = None, name: str = "weight"
 ) -> None:
     """Check x [..., K], each weight [N, K] (called `name` in errors), its bias [N] or [num_out], and the options."""
-    for its, one, bias_name, other in _numbered(weight, bias, name):
+    for its, one, added in _each(weight, epilogue, name):
         check_tensor("x", x)
         check_tensor(its, one, x)
         if x.ndim < 2:
             raise ValueError(f"x must have at least 2 dimensions, [..., K], got shape {tuple(x.shape)}")
         check_matrix(one, its)
-        if other is not None:
-            check_tensor(bias_name, other, x)
+        for added_name, other in added:
+            check_tensor(added_name, other, x)
             length = one.shape[0] if num_out is None else num_out
             if other.shape != (length,):
-                raise ValueError(f"{bias_name} must have shape ({length},), {its}'s rows, got {tuple(other.shape)}")
+                raise ValueError(f"{added_name} must have shape ({length},), {its}'s rows, got {tuple(other.shape)}")
         check_options(asked, x)
 
 
@@ -184,13 +187,13 @@ def check_features(who: str, num_in: int, weight: Weights, give: str, name: str 
 
     `give` is the remedy in the error.
     """
-    named = _numbered(weight, (None,) * len(weight) if isinstance(weight, tuple) else None, name)
-    for its, each, _, _ in named:
+    named = _each(weight, NO_EPILOGUE, name)
+    for its, each, _ in named:
         if each.shape[1] != num_in:
             raise ValueError(
                 f"{who} {num_in} features, and {its} of shape {tuple(each.shape)} takes {each.shape[1]}: give x {give}"
             )
-    return sum([each.shape[0] for _, each, _, _ in named])
+    return sum([each.shape[0] for _, each, _ in named])
 
 
 def activation_of(activation: str | None, num_weights: int) -> str | None:
@@ -224,13 +227,12 @@ def float8_of(float8: str | None, dtype: torch.dtype | None = None, of: str = "d
     return float8  # type: ignore[return-value]
 
 
-def check_residual(residual: Tensor | None, x: Tensor, shape: Sequence[int]) -> None:
-    """Check that a residual is None or has the shape of this rank's result."""
-    if residual is None:
-        return
-    check_tensor("residual", residual, x)
-    if tuple(residual.shape) != tuple(shape):
-        raise ValueError(f"residual must have the result's shape, {tuple(shape)}, got {tuple(residual.shape)}")
+def check_like_result(epilogue: Epilogue, x: Tensor, shape: Sequence[int]) -> None:
+    """Check that a residual, if any, has the shape of this rank's result."""
+    for name, each in epilogue.given(RESULT).items():
+        check_tensor(name, each, x)
+        if tuple(each.shape) != tuple(shape):
+            raise ValueError(f"{name} must have the result's shape, {tuple(shape)}, got {tuple(each.shape)}")
 
 
 def check_collective(op: Op, x: Tensor, asked: Options) -> None:
@@ -437,9 +439,8 @@ def is_plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | N
 
 
 def check_scaled(
-    x: Any, weight: Any, bias: Any, asked: Options, out_dtype: torch.dtype | None, residual: Tensor | None,
-    norm: Norm | None,
-) -> tuple[torch.dtype, bool]:  # fmt: skip
+    x: Any, weight: Any, epilogue: Epilogue, asked: Options, out_dtype: torch.dtype | None
+) -> tuple[torch.dtype, bool]:
     """Check what a call on `Scaled` operands is given. Return the result's dtype, and whether scales are of blocks."""
     if asked.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
@@ -448,11 +449,10 @@ def check_scaled(
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
         raise ValueError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")
     out = out_dtype or torch.bfloat16
-    x, named = _check_scaled("x", x), _numbered(weight, bias, "weight")
-    blocks = _check_together(x, {name: _check_scaled(name, each, x.data.device) for name, each, _, _ in named})
-    biases = [(name, each) for _, _, name, each in named]
-    more = () if norm is None else (("norm_weight", norm.weight), ("norm_bias", norm.bias))
-    _check_added((*biases, ("residual", residual), *more), out)
+    x, named = _check_scaled("x", x), _each(weight, epilogue, "weight")
+    blocks = _check_together(x, {name: _check_scaled(name, each, x.data.device) for name, each, _ in named})
+    others = (epilogue.given(RESULT) | epilogue.given(NORM)).items()
+    _check_added([*(pair for _, _, added in named for pair in added), *others], out)
     return out, blocks
 
 
@@ -476,12 +476,12 @@ def _check_together(x: Scaled, ws: Mapping[str, Scaled]) -> bool:
     return blocks
 
 
-def _check_added(named: Sequence[tuple[str, Tensor | None]], out: torch.dtype) -> None:
-    """Raise ValueError unless biases, residual and norm parameters have dtype `out` and need no gradient."""
+def _check_added(named: Sequence[tuple[str, Any]], out: torch.dtype) -> None:
+    """Raise ValueError unless the operands of an epilogue have dtype `out` and need no gradient."""
     for name, each in named:
-        if each is not None and type(each) not in PLAIN:
+        if type(each) not in PLAIN:
             check_kind(name, each)
-        if each is not None and each.dtype != out:
+        if each.dtype != out:
             raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
     given = [each for _, each in named if isinstance(each, Tensor)]
     if torch.is_grad_enabled() and any([each.requires_grad for each in given]):

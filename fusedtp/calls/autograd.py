@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import activations, groups, norms
+from ..epilogue import NO_EPILOGUE, NORM, OPERANDS, RESULT, Epilogue
 from ..groups import Group
 from ..locks import one
-from ..norms import Norm
-from ..op import GATED, OF_RESULT, Options
+from ..op import Options
 from ..scaled import Quantized, Scaled
 from ..torch_private import (
     add_batch,
@@ -45,50 +45,49 @@ from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
 from .problems import Described, Settings
 
+_PLAIN = frozenset(PLAIN)
+
 
 def apply(
-    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
-    residual: Tensor | None = None, norm: Norm | None = None, out_dtype: torch.dtype | None = None, *,
-    of_layer: bool = False,
+    problem: ProblemFunction, x: Any, w: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
+    epilogue: Epilogue = NO_EPILOGUE, out_dtype: torch.dtype | None = None, *, of_layer: bool = False,
 ) -> Any:  # fmt: skip
     """Make the call that `problem` checks and describes, without the dispatcher if possible.
 
-    - `w`, `bias`: tensors, or tuples for several weights. Then the result is a tuple too.
+    - `w`: a tensor, or a tuple of several weights. Then the result is a tuple too.
     - `along`: further arguments of `problem` after the options: a dim and its length on every rank.
+    - `epilogue`: with tensors.
     - `out_dtype`: dtype of the result if operands are `Scaled`.
     - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
 
     torch.autocast applies.
     """
     if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
-        return _scaled(problem, x, w, bias, group, asked, along, out_dtype, residual, norm)
+        return _scaled(problem, x, w, group, asked, along, epilogue, out_dtype)
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
-    # As `call.named`, inlined because every call runs this.
-    given = {"x": x, "w": w} if type(w) is not tuple else calls_.named(x, w, bias)
-    if bias is not None and type(w) is not tuple:
-        given["bias"] = bias
-    if residual is not None:
-        given["residual"] = residual
-    if norm is not None:
-        given |= norm.given()
+    given = {"x": x, "w": w} if type(w) is not tuple else calls_.named(x, w, epilogue)
+    if epilogue is not NO_EPILOGUE and type(w) is not tuple:
+        # As `call.named`, inlined because every call runs this.
+        for name, each in zip(OPERANDS, epilogue, strict=False):
+            if each is not None:
+                given[name] = each
     dispatched = torch.compiler.is_compiling()
     if of_layer:
         parts = None if dispatched else _parts(given)
         if parts is not None:
-            return run(calls_.find(problem, parts, group, asked, along, norm), given, parts, norm)
+            return run(calls_.find(problem, parts, group, asked, along, epilogue), given, parts)
         given = _local(given)
-    for each in given.values():
-        dispatched = dispatched or type(each) not in PLAIN
+    if not dispatched:
+        dispatched = not _PLAIN.issuperset(map(type, given.values()))
     # As in `arguments.autocast`, inlined because every call runs this.
     if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
     # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
     # line would lose the result of an op that has ended.
     if dispatched:
-        described = calls_.describe(problem, given, group, asked, along, norm)
-        return _in_graph(given, *described, norm)
-    return run(calls_.find(problem, given, group, asked, along, norm), given, given, norm)
+        return _in_graph(given, *calls_.describe(problem, given, group, asked, along, epilogue))
+    return run(calls_.find(problem, given, group, asked, along, epilogue), given, given)
 
 
 def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -101,7 +100,7 @@ def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
         if type(each) in PLAIN:
             if name[0] == "w":
                 return None
-        elif name == "residual":
+        elif OPERANDS.get(name) == RESULT:
             return None
         else:
             parts[name] = part(each, 2 if name[0] == "w" else 1)
@@ -112,7 +111,7 @@ def _local(given: Mapping[str, Any]) -> dict[str, Any]:
     # Replace parameters by their local tensors, differentiably.
     made = dict(given)
     for name, each in given.items():
-        if name not in ("x", "residual"):
+        if name != "x" and OPERANDS.get(name) != RESULT:
             made[name] = local(each, 2 if name[0] == "w" else 1)
     return made
 
@@ -121,19 +120,23 @@ def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[in
     """Run a call that is already described, without a bias."""
     given = {"x": x, "w": w}
     if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _in_graph(given, settings, numbers, None)  # type: ignore[no-any-return]
-    return run(calls_.of(settings, numbers, x.dtype, x.device), given, given, None)  # type: ignore[no-any-return]
+        return _in_graph(given, settings, numbers)  # type: ignore[no-any-return]
+    return run(calls_.of(settings, numbers, x.dtype, x.device), given, given)  # type: ignore[no-any-return]
+
+
+# The tensors that F.linear takes.
+_LINEAR = frozenset(("x", "w", "bias"))
 
 
 @one
-def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm | None) -> Any:
+def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor]) -> Any:
     """Run a prepared call outside of compilers.
 
     `given` has the call's tensors by name. Parameters may be a layer's DTensors; `parts` has the local tensors.
     """
     x = parts["x"]
     if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-        return _by_operator(_local(given), call.settings, call.numbers, norm)
+        return _by_operator(_local(given), call.settings, call.numbers)
     negated, inference = False, False
     for each in given.values():
         negated = negated or each.is_neg()
@@ -146,11 +149,11 @@ def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor], norm: Norm 
         # Autograd would refuse only after the op has run.
         if inference:
             _refuse_inference(call, given)
-        is_linear = call.is_linear and "residual" not in given and given is parts
+        is_linear = call.is_linear and _LINEAR.issuperset(given) and given is parts
         if is_linear and holder(x) is None and holder(given["w"]) is None:
             return call.linear(parts)
         return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
-    if call.is_linear and "residual" not in given:
+    if call.is_linear and _LINEAR.issuperset(given):
         return call.linear(parts)
     return _as_asked(call, call.run(parts))
 
@@ -194,7 +197,7 @@ class _Eager(torch.autograd.Function):
 
 def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
     # Without the products; a normed sum before the sum.
-    if call.norm[0]:
+    if call.epilogue.norm:
         return outs[1], outs[0]
     return outs[0] if call.num_results == 1 else tuple(outs[: call.num_results])
 
@@ -205,7 +208,8 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
     check_versions(tensors, ctx.versions)
     for dy in dys:
         batched = batched or (dy is not None and is_batched(dy))
-    if (batched or transformed) and (dtensors or len(call.weights) > 1 or call.activation or call.norm[0]):
+    ends = call.epilogue.activation or call.epilogue.norm
+    if (batched or transformed) and (dtensors or len(call.weights) > 1 or ends):
         raise NotImplementedError(
             "a batch of gradients at once (is_grads_batched, vmap) is not implemented for parameters that are "
             "DTensors, nor for several weights at once, nor with an activation or a norm: go through it in a loop"
@@ -245,15 +249,15 @@ def save(
             saved["x"] = given["x"]
     for name in call.weights if needs[0] else ():
         saved[name] = given[name]
-    if call.activation and True in needs:
+    if call.epilogue.activation and True in needs:
         # The last results: the products, or for `OF_RESULT` the results themselves.
         saved.update(zip(call.products, outs[-len(call.products) :], strict=True))
     if "norm_weight" in given:
         saved["y"] = outs[0]
-        saved |= {name: given[name] for name in ("norm_weight", "norm_bias") if name in given}
+        saved |= {name: each for name, each in given.items() if OPERANDS.get(name) == NORM}
     ctx.saved = tuple(saved)
     # With several results, an unused result has gradient None instead of zeros.
-    ctx.set_materialize_grads(call.num_results == 1 and not call.norm[0])
+    ctx.set_materialize_grads(call.num_results == 1 and not call.epilogue.norm)
     ctx.save_for_backward(*saved.values())
     return saved
 
@@ -275,8 +279,8 @@ def gradients(
         zs[i] = like.new_zeros(*like.shape[:-1], call.widths[i])
     if needs.get("residual"):
         found["residual"] = like
-    if call.activation:
-        zs = activations.gradients(call.activation, zs, [kept[z] for z in call.products])
+    if activation := call.epilogue.activation:
+        zs = activations.gradients(activation, zs, [kept[z] for z in call.products])
     wanted = [needs.get(name, False) for name in ("x", *call.parameters)]
     if True in wanted:
         if by_operator:
@@ -298,13 +302,14 @@ def _through_norm(
     ctx: Any, dys: Sequence[Tensor | None], kept: Mapping[str, Tensor], found: dict[str, Tensor | None]
 ) -> tuple[Tensor | None]:
     # dys: gradients of the normed sum and of the sum. Returns the gradient of the sum.
-    (dnormed, dy), (name, eps) = dys, ctx.call.norm
-    norm = Norm(name, eps, kept["norm_weight"], kept.get("norm_bias"))
-    wanted = {name: each for name, each in norm.given().items() if ctx.needs[name]}
-    settings = ctx.call.settings
+    (dnormed, dy), settings = dys, ctx.call.settings
+    norm = ctx.call.epilogue.filled(kept, 1)
+    wanted = {name: each for name, each in norm.given(NORM).items() if ctx.needs[name]}
     if dnormed is not None:
         needs = True, "norm_weight" in wanted, "norm_bias" in wanted
-        through, *made = norms.gradients(norm, kept["y"], dnormed, needs)
+        through, *made = norms.gradients(
+            norm.norm, kept["y"], norm.norm_weight, norm.norm_bias, norm.eps, dnormed, needs
+        )
         assert through is not None
         dy = through if dy is None else through + dy
         found |= zip(wanted, [each for each in made if each is not None], strict=True)
@@ -387,24 +392,25 @@ def matmul_backward(
     return _backward(tensors, names, needs, settings, numbers)
 
 
-def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int], norm: Norm | None) -> Any:
+def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int]) -> Any:
     """Run a call by its operator. A norm is an op of its own, which a compiler may fuse with others."""
-    if norm is not None:
-        norm = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
-        summed = {name: each for name, each in given.items() if name not in ("norm_weight", "norm_bias")}
-        y = _by_operator(summed, settings._replace(norm=""), numbers, None)
+    epilogue = settings.epilogue
+    if epilogue.norm is not None:
+        own = {name: each for name, each in given.items() if OPERANDS.get(name) == NORM}
+        summed = {name: each for name, each in given.items() if name not in own}
+        y = _by_operator(summed, settings._replace(epilogue=epilogue._replace(norm=None, eps=0.0)), numbers)
         if settings.splits_rows:
             group_name, schedule = settings.group_names[0], settings.asked.schedule
             # Each rank norms its own rows, so backward sums the gradients of the norm's parameters over ranks.
-            norm = norm.map(lambda each: operators.as_it_is(each[None], group_name, schedule)[0])
-        return norms.of(norm, y), y
-    tensors, keeps, activation = [*given.values()], False, settings.asked.activation
-    if activation is not None and activation not in OF_RESULT:
+            own = {name: operators.as_it_is(each[None], group_name, schedule)[0] for name, each in own.items()}
+        return norms.of(epilogue.norm, y, own["norm_weight"], own.get("norm_bias"), epilogue.eps), y
+    tensors, keeps = [*given.values()], False
+    if epilogue.needs_products:
         # Inside of transforms a tensor does not tell whether it needs a gradient.
         transformed = not torch.compiler.is_compiling() and transforms_active()
         keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
     ys = matmul(tensors, " ".join(given), keeps, settings.text, numbers)
-    if activation in GATED:
+    if epilogue.is_gated:
         return ys[0]
     ys = ys[: len(ys) // 2] if keeps else ys
     return ys[0] if len(ys) == 1 else tuple(ys)
@@ -429,21 +435,19 @@ def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks
 
 @one
 def _scaled(
-    problem: ProblemFunction, x: Any, w: Any, bias: Any, group: Group, asked: Options, along: tuple[Any, ...],
-    out_dtype: torch.dtype | None, residual: Tensor | None, norm: Norm | None,
+    problem: ProblemFunction, x: Any, w: Any, group: Group, asked: Options, along: tuple[Any, ...], epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient.
-    given, operands, dtypes, blocks = _stand_ins(x, w, bias, asked, out_dtype, residual, norm)
+    given, operands, dtypes, blocks = _stand_ins(x, w, asked, epilogue, out_dtype)
     group = groups.resolve(group)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        settings, numbers = calls_.describe(problem, given, group, asked, along, norm)
-        settings = settings._replace(norm="", dtypes=_named(dtypes), blocks=blocks)
-        given = {name: each for name, each in given.items() if name[:4] != "norm"}
+        settings, numbers = calls_.describe(problem, given, group, asked, along, epilogue)
+        settings = settings._replace(dtypes=_named(dtypes), blocks=blocks)
         given |= {name: each.data for name, each in operands.items()}
         given |= {f"{name}.scale": each.scale for name, each in operands.items()}
-        y = _by_operator(given, settings, numbers, None)
-        return y if norm is None else (norms.of(norm, y), y)
-    call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, norm)
+        return _by_operator(given, settings, numbers)
+    call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, epilogue)
     # As in `run`.
     given = {name: each.resolve_neg() for name, each in given.items()}
     given |= {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
@@ -452,16 +456,15 @@ def _scaled(
 
 
 def _stand_ins(
-    x: Any, w: Any, bias: Any, asked: Options, out_dtype: torch.dtype | None, residual: Tensor | None,
-    norm: Norm | None,
-) -> tuple[dict[str, Any], dict[str, Scaled], tuple[torch.dtype, ...], bool]:  # fmt: skip
+    x: Any, w: Any, asked: Options, epilogue: Epilogue, out_dtype: torch.dtype | None
+) -> tuple[dict[str, Any], dict[str, Scaled], tuple[torch.dtype, ...], bool]:
     # Check `Scaled` operands. Other operands and shapes obey the rules for tensors in the result's dtype: a problem
     # takes stand-ins in that dtype, with the same shape and one element of memory. Returns the call's tensors with
     # stand-ins, the operands, the dtypes of x, weights and result, and whether scales are of blocks.
-    out, blocks = arguments.check_scaled(x, w, bias, asked, out_dtype, residual, norm)
+    out, blocks = arguments.check_scaled(x, w, epilogue, asked, out_dtype)
     ws = w if type(w) is tuple else (w,)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
-    given = calls_.named(stand_ins[0], stand_ins[1:], bias if type(w) is tuple else (bias,), residual, norm)
+    given = calls_.named(stand_ins[0], stand_ins[1:] if type(w) is tuple else stand_ins[1], epilogue)
     operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
     return given, operands, (x.data.dtype, ws[0].data.dtype, out), blocks
 
@@ -474,14 +477,14 @@ def prepared(
 
     The operands are tensors or `Scaled`. torch.autocast does not apply.
     """
+    w, epilogue = (ws, Epilogue(bias=tuple(biases))) if len(ws) > 1 else (ws[0], Epilogue(bias=biases[0]))
     if isinstance(x, Scaled):
-        w, bias = (ws, tuple(biases)) if len(ws) > 1 else (ws[0], biases[0])
-        given, operands, dtypes, blocks = _stand_ins(x, w, bias, asked, out_dtype, None, None)
+        given, operands, dtypes, blocks = _stand_ins(x, w, asked, epilogue, out_dtype)
         call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along)
         return call, given | {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
-    given = calls_.named(x, ws, biases)
+    given = calls_.named(x, w, epilogue)
     if any(type(each) not in PLAIN for each in given.values()):
         # A compiler's tensors: their lengths may be symbols, which cannot be looked up.
-        described = calls_.describe(problem, given, group, asked, along, None)
+        described = calls_.describe(problem, given, group, asked, along, epilogue)
         return calls_.of(*described, x.dtype, x.device), given
     return calls_.find(problem, given, group, asked, along), given

@@ -1,6 +1,6 @@
 """A call: a sharded matmul on one rank, prepared once for all tensors of the same kind.
 
-    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward, + bias + residual
+    y[M.., N] = x[M.., K] @ w[K, N]     forward   plan.forward, with the call's epilogue
     dx = dy @ w.T                       backward  plan.dx, if x needs a gradient
     dw = x.T @ dy                                 plan.dw, if w needs one
     db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from .. import float8, groups
-from ..norms import Norm
-from ..op import GATED, OF_RESULT, Options, numbered
+from ..epilogue import FIRST_OPTION, NO_EPILOGUE, Epilogue, numbered
+from ..op import Options
 from ..schedules.local import reads_beside
 from ..sharding.notation import parse
 from ..sharding.plan import Partition, Plan, plan
@@ -36,10 +36,7 @@ from ..workspaces import generation
 from .arguments import refuse_tracing
 from .dispatch import Ready, check_units
 from .problems import MAX_CALLS, Described, Settings
-from .program import Ending, Named, Program, ProgramStep
-
-# Names of a norm's parameters.
-_NORMED = "norm_weight", "norm_bias"
+from .program import Named, Program, ProgramStep
 
 
 class Call:
@@ -70,10 +67,9 @@ class Call:
         self.weights, self._biases = numbered("w", count), numbered("bias", count)
         self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
         self.dys, self.products = numbered("dy", count), numbered("z", count)
-        self.activation, self.norm = settings.asked.activation or "", (settings.norm, settings.eps)
-        self.num_results = 1 if self.activation in GATED else count
-        # True if backward needs the products.
-        self.keeps = self.activation not in ("", *OF_RESULT)
+        # The operands have their names in a program's key.
+        epilogue = self.epilogue = settings.epilogue
+        self.num_results, self.keeps = epilogue.num_results(count), epilogue.needs_products
         members = [groups.named(name) for name in settings.group_names]
         self.groups = {axis: generation.watch(group) for axis, group in zip(spec.mesh_axes, members, strict=True)}
         places = {
@@ -87,8 +83,9 @@ class Call:
         # True if F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
         # operands (`reads_beside`).
         alone = all(size == 1 for _, size in places.values())
-        ends = self.activation or settings.norm or settings.dtypes or settings.asked.float8 or settings.leaves > 0
-        self.is_linear = alone and settings.w_transposed and not (self.widths or ends or reads_beside(dtype, device))
+        is_plain = epilogue == NO_EPILOGUE and not (settings.dtypes or settings.asked.float8 or settings.leaves > 0)
+        is_plain = is_plain and settings.w_transposed and not self.widths
+        self.is_linear = alone and is_plain and not reads_beside(dtype, device)
         if settings.blocks:
             self._check_blocks()
         # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
@@ -149,13 +146,10 @@ class Call:
         program = Program(self.partition, self._dtype, self.settings, self._formats)
         x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
         if "x" in key:
-            ending = Ending(
-                [each if each in key else None for each in self._biases],
-                self._named("y", "residual") if "residual" in key else None,
-                _NORMED if "norm_bias" in key else _NORMED[: bool(self.norm[0])], self.activation, key[0], key[1],
-            )  # fmt: skip
-            outs = [(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, ending)]
-            program.finish([*outs[:-1], (outs[-1][0], self._dims["x"])] if ending.whole else outs)
+            keeps, whole, *names = key
+            epilogue = self.epilogue.named(names, len(w))._replace(keeps=keeps, whole=whole)
+            outs = [(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, epilogue)]
+            program.finish([*outs[:-1], (outs[-1][0], self._dims["x"])] if whole else outs)
         else:
             found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
             dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
@@ -188,9 +182,9 @@ class Call:
     ) -> list[Tensor]:  # fmt: skip
         """Run forward, or backward if `needs` are given, on tensors by name, without a gradient.
 
-        Forward takes x, `parameters`, and a residual and a norm's parameters if given. It returns y of each weight, or
-        y and its norm. With `keeps`, the products before the activation follow. With `whole`, of a call that gathers x
-        and has no activation, the gathered x follows.
+        Forward takes x, the weights, and operands of the epilogue. It returns y of each weight, or y and its norm. With
+        `keeps`, the products before the activation follow. With `whole`, of a call that gathers x and has no
+        activation, the gathered x follows.
 
         Backward: `needs` tells which gradients are needed: of x, then of `parameters`. It takes `dys`, the gradients of
         the products before an activation, and those of x and the weights that the needed gradients read. It returns
@@ -279,42 +273,35 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
         return Call(settings, numbers, dtype, device)
 
 
-# A function of `problems`: takes (x, weight, bias, group, options, *along, **extra), checks them, and returns the
-# settings and numbers for `of`.
+# A function of `problems`: takes (x, weight, group, options, *along, epilogue), checks them, and returns the settings
+# and numbers for `of`.
 ProblemFunction: TypeAlias = Callable[..., Described]
 
 
-def named(
-    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None,
-    norm: Norm | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the tensors of a call that are given, by name. A compiler can trace the code."""
+def named(x: Any, w: Any, epilogue: Epilogue) -> dict[str, Any]:
+    """Return the tensors of a call by name. `w`: a weight, or a tuple of several. A compiler can trace the code."""
+    if type(w) is not tuple:
+        return {"x": x, "w": w} | epilogue.given()
     given: dict[str, Any] = {"x": x}
-    for i, (w, bias) in enumerate(zip(ws, biases, strict=True)):
-        given[f"w{i or ''}"] = w
-        if bias is not None:
-            given[f"bias{i or ''}"] = bias
-    if residual is not None:
-        given["residual"] = residual
-    return given if norm is None else given | norm.given()
+    for i, each in enumerate(w):
+        given[f"w{i or ''}"] = each
+        for name, several in epilogue.given().items():
+            if several[i] is not None:
+                given[f"{name}{i or ''}"] = several[i]
+    return given
 
 
 def describe(
     problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
-    norm: Norm | None,
+    epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Call `problem` with the tensors that `named` has returned. A compiler can trace the code."""
-    w, bias = given["w"], given.get("bias")
-    if "w1" in given:
-        w = tuple([each for name, each in given.items() if name[0] == "w"])
-        bias = tuple([given.get(f"bias{i or ''}") for i in range(len(w))])
-    more: dict[str, Any] = {"residual": given["residual"]} if "residual" in given else {}
-    if norm is not None:
-        more["norm"] = Norm(norm.name, norm.eps, given["norm_weight"], given.get("norm_bias"))
-    return problem(given["x"], w, bias, group, asked, *along, **more)
+    ws = tuple([each for name, each in given.items() if name[0] == "w"])
+    w = ws if len(ws) > 1 else ws[0]
+    return problem(given["x"], w, group, asked, *along, epilogue=epilogue.filled(given, len(ws)))
 
 
-_OPTIONS = frozenset((int, bool, str, type(None)))
+_OPTIONS = frozenset((int, bool, str, float, type(None)))
 
 
 def _is_hashed_alike(option: Any) -> bool:
@@ -325,7 +312,7 @@ def _is_hashed_alike(option: Any) -> bool:
 
 def find(
     problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options,
-    along: tuple[Any, ...] = (), norm: Norm | None = None,
+    along: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE,
 ) -> Call:  # fmt: skip
     """Return the call that `problem` checks and describes, of tensors that `named` has returned.
 
@@ -334,8 +321,10 @@ def find(
     """
     # One function, because every call runs it.
     options = (*asked, *along)
+    if epilogue is not NO_EPILOGUE:
+        options += epilogue[FIRST_OPTION:]
     kinds = tuple(map(type, options))
-    key: list[Any] | None = [problem, id(group), options, kinds, norm and norm[:2], *given]
+    key: list[Any] | None = [problem, id(group), options, kinds, *given]
     if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
         key = None
     for each in given.values():
@@ -346,12 +335,12 @@ def find(
     x: Tensor = given["x"]
     if key is None:
         refuse_tracing()
-        return of(*describe(problem, given, group, asked, along, norm), x.dtype, x.device)
+        return of(*describe(problem, given, group, asked, along, epilogue), x.dtype, x.device)
     found = tuple(key)
     if generation.gone:
         generation.changed()
     call = _calls.get(found)
     if call is None or call.version != generation.version:
         refuse_tracing()
-        call = _keep(found, of(*describe(problem, given, group, asked, along, norm), x.dtype, x.device))
+        call = _keep(found, of(*describe(problem, given, group, asked, along, epilogue), x.dtype, x.device))
     return call

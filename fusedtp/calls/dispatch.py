@@ -208,10 +208,8 @@ class Ready(Prepared):
         if row.has_kernels and choice is None and (tuned := _tuned(task, ws)) is not None:
             choice, kernel = tuned.choice, tuning.told(tuned)
         super().__init__(path.schedule, task, group, ws, producer=producer, choice=choice)
-        ends_with = [each for each in (task.activation, "residual" * ("residual" in task.shapes)) if each]
-        epilogue = [f"{each} {self.on.where}" for each in ends_with] + [f"{task.norm} after it"] * bool(task.norm)
         sums = self.on.sums if task.any_order else ""
-        self.path = replace(path, reason=reason, kernel=kernel, epilogue=", ".join(epilogue), sums=sums)
+        self.path = replace(path, reason=reason, kernel=kernel, epilogue=task.epilogue.text(self.on.where), sums=sums)
         self._interpreted = interpreted and shares
         self._is_prepared = True
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..norms import Norm
+from ..epilogue import NO_EPILOGUE, NORM, OPERANDS, Epilogue
 from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER, Options
 from . import arguments
-from .arguments import Biases, Weights
+from .arguments import Weights
 
 # Size of the cache of calls.
 MAX_CALLS = 4096
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
       rank's compiled graph from a cache.
     - `w_transposed`: whether w is stored [N, K].
     - `by_size`: whether the plan depends on bytes and FLOPs.
-    - `norm`, `eps`: the norm's name, "" for none.
+    - `epilogue`: without operands, which have their names among the call's tensors.
     - `leaves`: leaves of the tree order of contractions, 0 for rank order, `op.AS_ANY` for any order.
     - `dtypes`: names of the dtypes of x, w and the results, if x and w are float8 with scales.
     - `blocks`: whether scales are block scales.
@@ -43,8 +43,7 @@ class Settings(NamedTuple):
     asked: Options = Options()
     w_transposed: bool = True
     by_size: bool = False
-    norm: str = ""
-    eps: float = 0.0
+    epilogue: Epilogue = NO_EPILOGUE
     leaves: int = 0
     dtypes: tuple[str, ...] = ()
     blocks: bool = False
@@ -64,21 +63,23 @@ class Settings(NamedTuple):
         """Return the settings as one string, for a registered operator."""
         flags = "".join(["1" if flag else "0" for flag in (self.w_transposed, self.by_size, self.blocks)])
         numbers, asked = " ".join([str(rank) for rank in self.ranks]), [each or "" for each in self.asked]
-        lines = self.spec, numbers, flags, self.norm, f"{self.eps!r}", str(self.leaves), " ".join(self.dtypes)
+        activation, norm, eps, *_ = self.epilogue.options
+        ends = activation or "", norm or "", f"{eps!r}"
+        lines = self.spec, numbers, flags, *ends, str(self.leaves), " ".join(self.dtypes)
         return "\n".join([*asked, *lines, *self.group_names])
 
     @staticmethod
     @lru_cache(maxsize=MAX_CALLS)
     def of(text: str) -> Settings:
         """Return the settings from their `text`."""
-        *lines, spec, numbers, flags, norm, eps, leaves, dtypes = text.split("\n")[:13]
-        schedule, algorithm, producer, float8, order, activation = lines
-        asked = Options(schedule, algorithm, producer, float8 or None, order, activation or None)
+        *lines, spec, numbers, flags, activation, norm, eps, leaves, dtypes = text.split("\n")[:13]
+        schedule, algorithm, producer, float8, order = lines
+        asked = Options(schedule, algorithm, producer, float8 or None, order)
+        epilogue = Epilogue(activation=activation or None, norm=norm or None, eps=float(eps))
         w_transposed, by_size, blocks = (flag == "1" for flag in flags)
         names, ranks = tuple(text.split("\n")[13:]), tuple(map(int, numbers.split()))
         return Settings(
-            spec, names, ranks, asked, w_transposed, by_size, norm, float(eps), int(leaves), tuple(dtypes.split()),
-            blocks,
+            spec, names, ranks, asked, w_transposed, by_size, epilogue, int(leaves), tuple(dtypes.split()), blocks
         )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 def layer(
     x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, asked: Options,
-    norm: Norm | None = None,
+    epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Return settings and numbers of a call with a spec over axis X, with the dims of `layer_spec`.
 
@@ -111,8 +112,8 @@ def layer(
     arguments.check_reach(asked.schedule, x, [group], lengths)
     arguments.float8_of(asked.float8, x.dtype, "x")
     leaves = arguments.leaves_of(asked, group.size(), x.dtype)
-    name, eps = ("", 0.0) if norm is None else (norm.name, norm.eps)
-    settings = Settings(spec, (group.group_name,), (group.rank(),), asked, norm=name, eps=eps, leaves=leaves)
+    options = epilogue.of_operands([None] * len(OPERANDS))
+    settings = Settings(spec, (group.group_name,), (group.rank(),), asked, epilogue=options, leaves=leaves)
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
 
@@ -124,104 +125,102 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
     return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
 
 
-def _check_norm(norm: Norm | None, x: Tensor, length: int, *, along: int | None = None) -> None:
+def _check_norm(epilogue: Epilogue, x: Tensor, length: int, *, along: int | None = None) -> None:
     """Check a norm's parameters. A rank must have all columns of the result; `along` is the scattered dim."""
-    if norm is None:
+    if epilogue.norm is None:
         return
     if along is not None and along == x.ndim - 1:
         raise ValueError("a norm is of whole rows, of which a rank has a part with scatter_dim the last one")
-    for name, each in (("norm_weight", norm.weight), ("norm_bias", norm.bias)):
-        if each is not None:
-            arguments.check_tensor(name, each, x)
-            if tuple(each.shape) != (length,):
-                raise ValueError(f"{name} must be [{length}], as many as weight has rows, got {tuple(each.shape)}")
+    for name, each in epilogue.given(NORM).items():
+        arguments.check_tensor(name, each, x)
+        if tuple(each.shape) != (length,):
+            raise ValueError(f"{name} must be [{length}], as many as weight has rows, got {tuple(each.shape)}")
 
 
 def all_gather_problem(
-    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options, gather_dim: int,
-    sizes: Sequence[int] | None,
+    x: Tensor, weight: Weights, group: ProcessGroup, asked: Options, gather_dim: int, sizes: Sequence[int] | None, *,
+    epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `all_gather_linear`."""
-    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_linear(x, weight, epilogue, asked)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
     found = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
     num_out = arguments.check_features(*found, weight, _OWN if on_features else _ALL)
-    arguments.check_activation(asked.activation, weight)
+    arguments.check_activation(epilogue.activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, asked)
+    return layer(x, weight, spec, splits, group, asked, epilogue)
 
 
 def reduce_scatter_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, scatter_dim: int,
-    sizes: Sequence[int] | None, *, residual: Tensor | None = None, norm: Norm | None = None,
+    x: Tensor, weight: Tensor, group: ProcessGroup, asked: Options, scatter_dim: int, sizes: Sequence[int] | None, *,
+    epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `linear_reduce_scatter`."""
-    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_linear(x, weight, epilogue, asked)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
     sizes = arguments.scatter_sizes(sizes, group, weight.shape[0] if on_features else x.shape[dim])
     shape = [*x.shape[:-1], weight.shape[0]]
     shape[dim] = sizes[group.rank()]
-    arguments.check_residual(residual, x, shape)
+    arguments.check_like_result(epilogue, x, shape)
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    _check_norm(norm, x, weight.shape[0], along=dim)
-    if norm is not None and asked.order not in (RANK_ORDER, ANY_ORDER):
+    _check_norm(epilogue, x, weight.shape[0], along=dim)
+    if epilogue.norm is not None and asked.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(
             f"with order {asked.order!r} the gradient of a norm whose rows ranks share would not be added up in that "
             "order: give no norm_weight, and norm the result"
         )
-    return layer(x, weight, spec, splits, group, asked, norm)
+    return layer(x, weight, spec, splits, group, asked, epilogue)
 
 
 def all_reduce_problem(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options, *,
-    residual: Tensor | None = None, norm: Norm | None = None,
-) -> Described:  # fmt: skip
+    x: Tensor, weight: Tensor, group: ProcessGroup, asked: Options, *, epilogue: Epilogue
+) -> Described:
     """Check and describe a call of `linear_all_reduce`."""
     asked = asked._replace(producer="auto")
-    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_linear(x, weight, epilogue, asked)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
     arguments.check_algorithm(MATMUL_ALL_REDUCE, asked, x)
-    arguments.check_residual(residual, x, [*x.shape[:-1], weight.shape[0]])
+    arguments.check_like_result(epilogue, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
-    _check_norm(norm, x, weight.shape[0])
-    return layer(x, weight, spec, splits, group, asked, norm)
+    _check_norm(epilogue, x, weight.shape[0])
+    return layer(x, weight, spec, splits, group, asked, epilogue)
 
 
 def fsdp_problem(
-    x: Tensor, weight_shard: Tensor, bias: Tensor | None, group: ProcessGroup, asked: Options,
-    sizes: Sequence[int] | None,
+    x: Tensor, weight_shard: Tensor, group: ProcessGroup, asked: Options, sizes: Sequence[int] | None, *,
+    epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `fsdp_linear`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(x, weight_shard, bias, asked, num_out=sum(sizes), name="weight_shard")
+    arguments.check_linear(x, weight_shard, epilogue, asked, num_out=sum(sizes), name="weight_shard")
     arguments.check_features("x has", x.shape[-1], weight_shard, "all features, [.., K]", "weight_shard")
-    arguments.check_activation(asked.activation, weight_shard)
+    arguments.check_activation(epilogue.activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(x, weight_shard, spec, splits, group, asked)
+    return layer(x, weight_shard, spec, splits, group, asked, epilogue)
 
 
 def replicated_problem(
-    x: Tensor, weight: Weights, bias: Biases, group: ProcessGroup, asked: Options
-) -> Described:  # fmt: skip
+    x: Tensor, weight: Weights, group: ProcessGroup, asked: Options, *, epilogue: Epilogue
+) -> Described:
     """Check and describe `F.linear` of an x that is whole on every rank and this rank's columns of a weight.
 
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Forward sends nothing. Backward all-reduces dx. Errors are
     those of `all_gather_linear`.
     """
     asked = asked._replace(producer="auto")
-    arguments.check_linear(x, weight, bias, asked)
+    arguments.check_linear(x, weight, epilogue, asked)
     num_out = arguments.check_features("x has", x.shape[-1], weight, _ALL)
-    arguments.check_activation(asked.activation, weight)
+    arguments.check_activation(epilogue.activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, asked)
+    return layer(x, weight, spec, splits, group, asked, epilogue)

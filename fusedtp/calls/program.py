@@ -18,23 +18,21 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..epilogue import NO_EPILOGUE, RESULT, Epilogue, ended, numbered
 from ..float8 import Formats, largest_finite
 from ..op import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
     ALL_REDUCE,
     AS_ANY,
-    GATED,
     MATMUL_ALL_REDUCE,
     MATMUL_REDUCE_SCATTER,
     OPS,
     Op,
     Task,
-    numbered,
 )
 from ..scaled import Cast, casts_of
-from ..schedules.local import activated, mm, summed, summed_rows
-from ..schedules.verbs import Epilogue
+from ..schedules.local import mm, summed, summed_rows
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
@@ -149,36 +147,6 @@ class Sides(NamedTuple):
         return dims, [lengths[name] for name in dims]
 
 
-class Ending(NamedTuple):
-    """Epilogue of a matmul, by names of tensors.
-
-    - `biases`: for each result, [N] along its last dim, added once.
-    - `residual`: has the shape of the final result.
-    - `norm`: names of its weight and bias. The normed result follows the sum.
-    - `activation`, `keeps`, `whole`: as of a task. No step may follow an activation.
-    """
-
-    biases: Sequence[str | None] = ()
-    residual: Named | None = None
-    norm: Sequence[str] = ()
-    activation: str = ""
-    keeps: bool = False
-    whole: bool = False
-
-    @property
-    def epilogue(self) -> Epilogue:
-        """Return the activation of products that are multiplied here."""
-        return Epilogue(activation=self.activation, keeps=self.keeps)
-
-    def results(self, products: Sequence[Made]) -> list[Made]:
-        """Return the results, given the products: theirs, then the products themselves or the normed sum."""
-        first = products[:1] if self.activation in GATED else products
-        return [*first, *(products if self.keeps or self.norm else ())]
-
-
-NO_ENDING = Ending()
-
-
 class Fusion(NamedTuple):
     """Collective over an axis that is fused with a matmul: the op, its task's `dim` and `sizes`.
 
@@ -193,24 +161,26 @@ class Fusion(NamedTuple):
 
 
 def operands_of(
-    op: Op, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending, columns: Sequence[int],
-    residual: MatrixView | None,
+    op: Op, pairs: Sequence[tuple[MatrixView, MatrixView]], epilogue: Epilogue, columns: Sequence[int],
+    like_result: Callable[[str], MatrixView],
 ) -> tuple[dict[str, MatrixView | str], dict[str, tuple[int, int]]]:  # fmt: skip
-    """Return the operands of a product by name, and their shapes. A bias has an element for each column."""
+    """Return the operands of a product by name, and their shapes.
+
+    `columns`: of each result. `like_result`: the view of an epilogue's operand that has the result's shape.
+    """
     operands: dict[str, MatrixView | str] = {}
     for a, b, (left, right) in zip(numbered("a", len(pairs)), numbered("b", len(pairs)), pairs, strict=True):
         # The gathered tensor is one operand for all weights.
         if op is not ALL_GATHER_MATMUL or not operands:
             operands[a] = left
         operands[b] = right
-    if residual is not None:
-        operands["residual"] = residual
     shapes = {name: each.size for name, each in operands.items() if isinstance(each, MatrixView)}
-    for name, bias, length in zip(numbered("bias", len(ending.biases)), ending.biases, columns, strict=True):
-        if bias is not None:
-            operands[name], shapes[name] = bias, (1, length)
-    for name in ending.norm:
-        operands[name], shapes[name] = name, (1, columns[0])
+    for kind, i, name in epilogue.names():
+        if kind == RESULT:
+            operands[name] = view = like_result(name)
+            shapes[name] = view.size
+        else:
+            operands[name], shapes[name] = name, (1, columns[i])
     return operands, shapes
 
 
@@ -424,7 +394,7 @@ class Program:
         return self.any_order and op.kind != "gather"
 
     def matmul(
-        self, plan: MatmulPlan, a: Blocks, b: Blocks, ending: Ending = NO_ENDING, *,
+        self, plan: MatmulPlan, a: Blocks, b: Blocks, epilogue: Epilogue = NO_EPILOGUE, *,
         wanted: tuple[str, ...] | None = None, done: Sequence[Step] = (),
     ) -> Blocks:  # fmt: skip
         """Add a planned matmul. It chooses the order of its result's dims.
@@ -449,17 +419,17 @@ class Program:
             made = iter(self._cast(uses))
             now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
             float8 = tuple(casts[name].dtype for name in plan.names[:2])
-        assert (ending.residual is None and not ending.norm) or (fused is not None and not after)
-        assert not ending.activation or not after
+        assert (epilogue.residual is None and not epilogue.norm) or (fused is not None and not after)
+        assert not epilogue.activation or not after
         lefts, rights = now.values()
-        outs = self._product(plan, lefts, rights, fused, ending, wanted or plan.c.names, float8)
+        outs = self._product(plan, lefts, rights, fused, epilogue, wanted or plan.c.names, float8)
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
         return outs
 
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        ending: Ending, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
+        epilogue: Epilogue, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
     ) -> Blocks:  # fmt: skip
         """Add the matmul, as a task if a collective is fused with it."""
         step = fused[0] if fused is not None else None
@@ -470,7 +440,7 @@ class Program:
             lefts, rights = rights, lefts
         sides = Sides.of(plan, lefts[0], rights[0], step.dim if step is not None else "", wanted)
         # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
-        assert not any(ending.biases) or sides.transposed == exchanged
+        assert epilogue.bias is None or sides.transposed == exchanged
         is_sum = len(lefts) > 1
         pairs = [
             (MatrixView.of(left, sides.rows, sides.contraction), MatrixView.of(right, sides.contraction, sides.cols))
@@ -482,10 +452,10 @@ class Program:
             pairs = [(right.t(), left.t()) for left, right in pairs]
         changed = {} if fusion is None else fusion.changed
         products = [sides.result(right, changed) for right in (rights[:1] if is_sum else rights)]
-        ending = ending._replace(biases=ending.biases or (None,) * len(products))
         if fusion is None:
-            return self._local(pairs, ending, products)
-        return self._task_of(fusion, sides, pairs, ending, products, float8[int(exchanged)] if float8 else None)
+            return self._local(pairs, epilogue, products)
+        its = float8[int(exchanged)] if float8 else None
+        return self._task_of(plan, fusion, sides, pairs, epilogue, products, its)
 
     def _fusion(self, step: Step, sizes: tuple[int, ...], sides: Sides) -> Fusion:
         if step.kind == "all_reduce":
@@ -499,50 +469,55 @@ class Program:
         return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
 
     def _task_of(
-        self, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending,
-        products: Sequence[Made], float8: torch.dtype | None,
+        self, plan: MatmulPlan, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[MatrixView, MatrixView]],
+        epilogue: Epilogue, products: Sequence[Made], float8: torch.dtype | None,
     ) -> Blocks:  # fmt: skip
         """Add a matmul with its collective. `float8`: the dtype of the task's first operand, if it is cast."""
         op, settings = fusion.op, self._settings
-        assert (ending.residual is None and not ending.norm) or not sides.transposed
-        added = None if ending.residual is None else MatrixView.of(ending.residual, sides.rows, sides.cols)
-        operands, shapes = operands_of(op, pairs, ending, [each[-1] for _, each in products], added)
+        assert (epilogue.residual is None and not epilogue.norm) or not sides.transposed
+        c, part = plan.c, self.partition.length
+
+        def like_result(name: str) -> MatrixView:
+            its = Named(name, c.names, tuple([part(dim, c.axes(dim)) for dim in c.names]))
+            return MatrixView.of(its, sides.rows, sides.cols)
+
+        operands, shapes = operands_of(op, pairs, epilogue, [each[-1] for _, each in products], like_result)
+        # With a tree order the activation is always the library's, on the rounded products.
+        apart = bool(self.leaves and epilogue.activation)
         task = Task(
             op, shapes, self.dtype, fusion.sizes, fusion.dim,
             transposed=sides.transposed and op is ALL_GATHER_MATMUL,
             algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
-            activation=ending.activation, keeps=ending.keeps, float8=float8, in_blocks=settings.blocks,
-            norm=settings.norm if ending.norm else "", eps=settings.eps if ending.norm else 0.0,
-            leaves=self.leaves, any_order=self._of_sums(op), whole=ending.whole,
+            float8=float8, in_blocks=settings.blocks, leaves=self.leaves, any_order=self._of_sums(op),
+            epilogue=epilogue._replace(activation=None, keeps=False) if apart else epilogue,
         )  # fmt: skip
-        if not self.leaves or not ending.activation:
-            lengths = dict(zip(sides.a.dims, sides.a.lengths, strict=True)) | fusion.changed
-            dims = (*sides.rows, *sides.contraction)
-            gathered = [(dims, [lengths[name] for name in dims])] if ending.whole else []
-            return self.task(task, fusion.axis, operands, *ending.results(products), *gathered)
-        # With a tree order the activation is always the library's, on the rounded products.
-        zs = self.task(replace(task, activation="", keeps=False), fusion.axis, operands, *products)
-        names, epilogue = tuple(z.name for z in zs), ending.epilogue
-        made = ending.results(products)
-        return self.add(lambda tensors: activated(epilogue, [tensors[z] for z in names]), names, *made)
+        lengths = dict(zip(sides.a.dims, sides.a.lengths, strict=True)) | fusion.changed
+        dims = (*sides.rows, *sides.contraction)
+        gathered = [(dims, [lengths[name] for name in dims])] if epilogue.whole else []
+        outs = self.task(task, fusion.axis, operands, *task.epilogue.results(products), *gathered)
+        if not apart:
+            return outs
+        names, left = tuple(z.name for z in outs), [Epilogue(activation=epilogue.activation, keeps=epilogue.keeps)]
+        made = epilogue.results(products)
+        return self.add(lambda tensors: ended(left, [tensors[z] for z in names]), names, *made)
 
     def _local(
-        self, pairs: Sequence[tuple[MatrixView, MatrixView]], ending: Ending, products: Sequence[Made]
+        self, pairs: Sequence[tuple[MatrixView, MatrixView]], epilogue: Epilogue, products: Sequence[Made]
     ) -> Blocks:
-        biases, epilogue, made = ending.biases, ending.epilogue, ending.results(products)
+        each_of, made = [epilogue.of(i) for i in range(len(products))], epilogue.results(products)
         shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
-            added = [None if bias is None else tensors[bias] for bias in biases]
-            if len(added) == 1:
-                outs = [summed(given, added[0], self.leaves)]
+            bound = [each.bind(tensors) for each in each_of]
+            if len(bound) == 1:
+                outs = [summed(given, bound[0].addend, self.leaves)]
             else:
-                outs = [mm(a, b, bias, self.leaves) for (a, b), bias in zip(given, added, strict=True)]
-            outs = activated(epilogue, outs)
+                outs = [mm(a, b, each.addend, self.leaves) for (a, b), each in zip(given, bound, strict=True)]
+            outs = ended(bound, outs)
             return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
 
-        reads = [each.name for pair in pairs for each in pair] + [bias for bias in biases if bias is not None]
+        reads = [each.name for pair in pairs for each in pair] + [name for _, _, name in epilogue.names()]
         return self.add(run, reads, *made)
 
     def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:

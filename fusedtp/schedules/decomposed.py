@@ -19,15 +19,16 @@ from torch import Tensor
 
 from .. import trace
 from ..cost.overlap import FEW_ROWS, ONE_SHOT
+from ..epilogue import Epilogue, end, ended, into
 from ..kernels.layout import Layout, aligned
 from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .local import NARROW, PackedGather, activate, activated, into, mm, padded, sum_into, summed, with_norm
+from .local import NARROW, PackedGather, mm, padded, sum_into, summed
 from .transport import travelling
-from .verbs import Epilogue, GatherOf, Product, ScatterOf, Verbs
+from .verbs import GatherOf, Product, ScatterOf, Verbs
 
 # On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
 # On a GPU each block would be a launch for each term.
@@ -161,18 +162,20 @@ class DecomposedGather:
                     left, right = whole if each.kind == "rows" else whole.t(), each.other
                 if left.dtype in NARROW:
                     left, right = padded(left, right)
+                # The epilogue's `addend`.
                 bias = each.epilogue.bias
                 if trace.spans is not None:
                     outs.append(trace.timed("multiply", -1, mm, left, right, bias))
                 else:
                     outs.append(torch.mm(left, right) if bias is None else torch.addmm(bias, left, right))
-            return activated(products[0].epilogue, outs) if products[0].epilogue.activation else outs
+            return ended([each.epilogue for each in products], outs) if products[0].epilogue.ends else outs
         outs = []
         for each in products:
             M, N = self._shape if each.kind == "whole" else (self._shape[each.kind == "outer"], each.other.shape[1])
             outs.append(x.new_empty((N, M) if each.transposed else (M, N)))
-        epilogue, by_rows = products[0].epilogue, products[0].kind == "rows"
-        ys = into(epilogue, outs) if epilogue.activation else outs
+        epilogues, by_rows = [each.epilogue for each in products], products[0].kind == "rows"
+        ends, transposed = epilogues[0].ends, products[0].transposed
+        ys = into(epilogues[0], outs) if ends else outs
         steps = self._ws.steps
         places = self._ws.views.get(self._key) or self._lay_out()
         parts = places[steps.epoch & 1][2]
@@ -183,28 +186,29 @@ class DecomposedGather:
             rows = chunk.t() if self._dim == 1 else chunk
             part = slice(self._begins[src], self._begins[src + 1])
             add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
-            for each, out in zip(products, outs, strict=True):
-                add(each, rows, part, out, i == 0)
-            if epilogue.activation and by_rows:
-                # Activate the rows while they are in cache.
-                at = (slice(None), part) if products[0].transposed else part
-                activate(epilogue, [out[at] for out in outs], [y[at] for y in ys])
-        if epilogue.activation and not by_rows:
-            activate(epilogue, outs, ys)
-        return [*ys, *outs] if epilogue.keeps else ys
+            its = epilogues
+            if transposed and by_rows:
+                its = [each.columns(part) for each in epilogues]
+            for each, epilogue, out in zip(products, its, outs, strict=True):
+                add(each, epilogue, rows, part, out, i == 0)
+            if ends and by_rows:
+                # The rows are in cache.
+                at = (slice(None), part) if transposed else part
+                end(its, [out[at] for out in outs], [y[at] for y in ys])
+        if ends and not by_rows:
+            end(epilogues, outs, ys)
+        return [*ys, *outs] if epilogues[0].keeps else ys
 
     @staticmethod
-    def _add(product: Product, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
+    def _add(product: Product, epilogue: Epilogue, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
         # Add the contribution of the rows `part` of X to a product.
         if product.kind == "whole":
             out[part] = rows
             return
-        bias, transposed = product.epilogue.bias, product.transposed
+        bias, transposed = epilogue.addend, product.transposed
         if product.kind == "rows":
             left, right = rows, product.other
             out = out[:, part] if transposed else out[part]
-            # The bias has M elements, one for each column of the transposed result.
-            bias = bias[part] if bias is not None and transposed else bias
         else:
             left, right = rows.t(), product.other[part]
         if transposed:
@@ -383,18 +387,17 @@ class DecomposedScatter:
         terms = self._terms(own)
         if out is None:
             out = torch.empty_like(terms[0], memory_format=torch.contiguous_format)
-        bias = epilogue.bias
-        if bias is not None and self._dim == 1:
-            bias = bias[self._part]
+        if self._dim == 1:
+            epilogue = epilogue.columns(self._part)
         if trace.spans is None:
-            _sum_into(terms, bias, epilogue.residual, out)
+            _sum_into(terms, epilogue, out)
         else:
-            trace.timed("add", -1, _sum_into, terms, bias, epilogue.residual, out)
-        return [out] if epilogue.norm is None else with_norm(epilogue.norm, out)
+            trace.timed("add", -1, _sum_into, terms, epilogue, out)
+        return epilogue.with_norm(out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: DecomposedGather, *, own: Tensor | None) -> None:
         mine = out[self._part]
-        trace.timed("add", -1, _sum_into, self._terms(own), epilogue.bias, epilogue.residual, mine)
+        trace.timed("add", -1, _sum_into, self._terms(own), epilogue, mine)
         gather.start(mine)
 
 
@@ -407,27 +410,25 @@ def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: in
         torch.mm(*(padded(*terms[0]) if out.dtype in NARROW else terms[0]), out=out)
 
 
-def _sum_into(parts: list[Tensor], bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    # Sum in rank order, in float32 (float64 stays float64), rounded once.
-    terms = parts if bias is None else [*parts, bias.expand_as(out)]
-    terms = terms if residual is None else [*terms, residual]
+def _sum_into(terms: list[Tensor], epilogue: Epilogue, out: Tensor) -> None:
+    # Sum in rank order, in float32 (float64 stays float64), with the epilogue but no norm, rounded once.
     rows = max(1, _SUM_BLOCK_BYTES // max(1, out.shape[1] * 4))
     if rows >= out.shape[0] or not out.is_cpu:
-        _add_into(terms, out)
+        _add_into(terms, epilogue, out)
         return
     for begin in range(0, out.shape[0], rows):
-        _add_into([term[begin : begin + rows] for term in terms], out[begin : begin + rows])
+        block = slice(begin, begin + rows)
+        _add_into([term[block] for term in terms], epilogue.rows(block), out[block])
 
 
-def _add_into(terms: list[Tensor], out: Tensor) -> None:
-    if len(terms) == 1:
-        out.copy_(terms[0])
-    elif out.dtype in (torch.float32, torch.float64):
-        torch.add(terms[0], terms[1], out=out)
-        for term in terms[2:]:
-            out.add_(term)
+def _add_into(terms: list[Tensor], epilogue: Epilogue, out: Tensor) -> None:
+    first, second, *others = terms
+    if out.dtype in (torch.float32, torch.float64):
+        total = torch.add(first, second, out=out)
     else:
-        total = terms[0].to(torch.float32)
-        for term in terms[1:]:
-            total.add_(term)
+        total = first.to(torch.float32).add_(second)
+    for term in others:
+        total.add_(term)
+    epilogue.add_to(total)
+    if total is not out:
         out.copy_(total)

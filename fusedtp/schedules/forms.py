@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..epilogue import NO_EPILOGUE, Epilogue
 from ..op import Task
 from ..shards import even_sizes
 from . import SCHEDULES
-from .local import Alone, multiplied, norm_of, with_norm
-from .verbs import NO_EPILOGUE, Epilogue, Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
+from .local import Alone, multiplied
+from .verbs import Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
-
-
-def _epilogue(task: Task, operands: Operands) -> Epilogue:
-    return Epilogue(operands.get("bias"), operands.get("residual"), norm=norm_of(task, operands))
 
 
 class Gathering:
@@ -33,16 +30,17 @@ class Gathering:
     def __init__(self, on: Verbs, task: Task) -> None:
         rows, cols = task.shapes["a"]
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        self._task, self._weights = task, list(zip(task.each("b"), task.each("bias"), strict=True))
-        self._epilogue = Epilogue(activation=task.activation, keeps=task.keeps)
+        self._task, epilogue = task, task.epilogue
+        self._weights = [(b, epilogue.of(i)) for i, b in enumerate(task.each("b"))]
+        self._binds = any(epilogue.operands)
         # `right` is multiplied with rows.
         assert task.dim == 0 or "right" not in task.shapes
-        assert not (task.whole and task.activation)
-        others = ("outer",) * ("right" in task.shapes) + ("whole",) * task.whole
+        assert not (epilogue.whole and epilogue.activation)
+        others = ("outer",) * ("right" in task.shapes) + ("whole",) * epilogue.whole
         products = (self._first,) * len(self._weights) + others
         # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first. So
         # does a gather of columns that returns them: they are stored once.
-        self._by_rows = (bool(task.leaves) or task.whole) and task.dim == 1
+        self._by_rows = (bool(task.leaves) or epilogue.whole) and task.dim == 1
         dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
         num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
         self._gather: Gather = on.gather(
@@ -56,13 +54,15 @@ class Gathering:
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._weights:
             return [self._gather.whole(operands["a"], operands.get("out"))]
-        epilogue, transposed, products = self._epilogue, self._task.transposed, []
-        for b, bias in self._weights:
-            own = epilogue._replace(bias=operands[bias]) if bias in operands else epilogue
-            products.append(Product(self._first, operands[b], own, transposed))
+        transposed, products = self._task.transposed, []
+        for b, epilogue in self._weights:
+            if self._binds:
+                # `Epilogue.bind`, inlined because every small op runs this.
+                epilogue = Epilogue._make(map(operands.get, epilogue, epilogue))
+            products.append(Product(self._first, operands[b], epilogue, transposed))
         if "right" in operands:
             products.append(Product("outer", operands["right"]))
-        if self._task.whole:
+        if self._task.epilogue.whole:
             products.append(Product("whole", transposed=self._by_rows))
         if self._by_rows:
             return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
@@ -74,7 +74,7 @@ class Summing:
 
     def __init__(self, task: Task) -> None:
         self._task, self._multiplies, self._gathers = task, task.op.multiplies, "x" in task.shapes
-        self._lefts, self._rights = task.each("a"), task.each("b")
+        self._lefts, self._rights, self._epilogue = task.each("a"), task.each("b"), task.epilogue.of(0)
         self._scatter: Scatter
         self._gather: Gather
 
@@ -103,7 +103,7 @@ class Scattering(Summing):
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True, out=operands.get("out"))
-        outs = self._scatter.sum(_epilogue(self._task, operands), own=None, last=not self._gathers)
+        outs = self._scatter.sum(self._epilogue.bind(operands), own=None, last=not self._gathers)
         if not self._gathers:
             return outs
         # left @ X
@@ -133,20 +133,19 @@ class Reducing(Summing):
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]
-        return self._scatter.sum(_epilogue(self._task, operands), own=own, last=True)
+        return self._scatter.sum(self._epilogue.bind(operands), own=own, last=True)
 
     def _show(self, operands: Operands) -> None:
-        epilogue, own = _epilogue(self._task, operands), None if self._multiplies else operands["a"]
-        if epilogue.residual is not None:
-            epilogue = epilogue._replace(residual=epilogue.residual[self._part])
+        epilogue, own = self._epilogue.bind(operands), None if self._multiplies else operands["a"]
+        self._bound, epilogue = epilogue, epilogue.rows(self._part)
         self._out = operands["a"].new_empty(self._shape)
         self._scatter.sum_into(epilogue, self._out, self._gather, own=own)
 
     def _finish(self, operands: Operands) -> list[Tensor]:
-        out = self._out
-        del self._out
+        out, epilogue = self._out, self._bound
+        del self._out, self._bound
         # Norm the rows on arrival: sending them normed beside the sums would double the bytes.
-        return with_norm(norm_of(self._task, operands), self._gather.whole(out[self._part], out))
+        return epilogue.with_norm(self._gather.whole(out[self._part], out))
 
 
 # Keys: the kind, or the name of an op that has its own form.

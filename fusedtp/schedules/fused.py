@@ -15,28 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activations import GATED
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
+from ..epilogue import Epilogue
 from ..kernels.choices import applied, of_fields
-from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
+from ..kernels.epilogue import TileEpilogue, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
 from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
 from ..kernels.matmul_scatter import MatmulScatter
-from ..kernels.operands import END, Scales, outputs_of
+from ..kernels.operands import END, Scales
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
-from ..op import GATED, MATMUL_ALL_REDUCE, Task
+from ..op import MATMUL_ALL_REDUCE, Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import even_sizes
 from ..torch_private import outside_inference
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .local import multiplied, norm_of, with_norm
-from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
+from .local import multiplied
+from .verbs import GatherOf, Operands, Product, ScatterOf, Verbs
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
@@ -138,6 +140,9 @@ class FusedGather:
         shape = (sum(sizes) if self._joined else most_rows, result) if result or products else ()
         self._config = config = on.configure(*shape, chunks=chunks)
         self._launch: GatherMatmul | None = None
+        # The kernel's epilogue, if no tensor of it changes from call to call.
+        self._is_fixed = not (any(on.task.epilogue.operands) or on.task.epilogue.keeps)
+        self._tile: TileEpilogue | None = None
         self._by = "push"
         # Sums are sent tile by tile, with a signal each.
         self._per_tile = sums
@@ -201,29 +206,25 @@ class FusedGather:
             return multiplied(self._collected(x), products, self._on.task.leaves)
         in_kernel, others = products[: self._num_in_kernel], products[self._num_in_kernel :]
         by, on, ws, first, transposed = self._by, self._on, self._ws, in_kernel[0].epilogue, in_kernel[0].transposed
-        name = first.activation
-        M, bs, biases = self._rows, [], []
+        M, bs, is_gated = self._rows, [], first.activation in GATED
         outs: list[Tensor] = []
         cs: list[Tensor] = []
         zs: list[Tensor] = []
         for each in in_kernel:
             N = each.other.shape[1]
             bs.append(each.other)
-            bias = each.epilogue.bias
-            # As in `epilogue_of`, which is inlined below because every call runs this.
-            biases.append(bias if bias is None else bias.contiguous())
             # Gate and up give one result.
-            if not (outs and name in GATED):
+            if not (outs and is_gated):
                 outs.append(x.new_empty((N, M) if transposed else (M, N)))
             cs.append(outs[-1].t() if transposed else outs[-1])
             # If the result is transposed, z has the layout of c: only its address is needed.
             if first.keeps:
                 zs.append(torch.empty_like(outs[-1]))
-        given = _all_or_none(biases, cs) if len(cs) > 1 else None if biases[0] is None else tuple(biases)
-        epilogue = TileEpilogue(
-            given, constant(transposed), None, tuple(zs) or None,
-            constant(GATED.get(name, name)), constant(name in GATED),
-        )  # fmt: skip
+        epilogue = self._tile
+        if epilogue is None:
+            epilogue = epilogue_of([each.epilogue for each in in_kernel], cs, per_row=transposed, zs=zs)
+            if self._is_fixed:
+                self._tile = epilogue
         own, scales = x, None
         if type(x) is Quantized:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
@@ -320,10 +321,10 @@ class FusedScatter:
         shape = (rows, self._other) if self._dim == 0 else (self._other, rows)
         if out is None:
             out = torch.empty(shape, dtype=self._on.task.dtype, device=self._ws.device)
-        if epilogue.bias is not None and self._dim == 1:
-            epilogue = epilogue._replace(bias=epilogue.bias[self._part])
+        if self._dim == 1:
+            epilogue = epilogue.columns(self._part)
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
-        return with_norm(epilogue.norm, out)
+        return epilogue.with_norm(out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: FusedGather, *, own: Tensor | None) -> None:
         self._reduce(epilogue, out[self._part], own, gather=gather)
@@ -340,11 +341,9 @@ class FusedScatter:
         if not self._multiplies:
             # The rows that were put may still be in flight, as copies.
             transport.settle(self._ws)
-        added = epilogue.residual
-        residual = None if added is None else outputs_of(added if self._dim == 0 else added.t())
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
-            epilogue_of(epilogue.bias, per_row=self._dim == 1, residual=residual), region_rows=self._region_rows,
+            epilogue_of([epilogue], per_row=self._dim == 1), region_rows=self._region_rows,
             pitch=self._region.pitch, per_tile=self._multiplies, config=self._config,
             own=None if own is None or self._switch else own[self._part],
             result_row=None if gather is None else gather.row,
@@ -352,14 +351,6 @@ class FusedScatter:
             second_slot=0 if gather is None else gather.region.slot, last=last, tree=self._tree,
             switch=self._switch,
         )  # fmt: skip
-
-
-def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    # The kernel adds a bias to each product or to none.
-    if all(bias is None for bias in biases):
-        return None
-    pairs = zip(biases, cs, strict=True)
-    return tuple(c.new_zeros(c.shape[1]) if bias is None else bias for bias, c in pairs)
 
 
 def scales_of(lefts: Sequence[Quantized], rights: Sequence[Quantized], out: Any = END) -> Scales:
@@ -400,7 +391,7 @@ class OneKernel:
     """
 
     def __init__(self, on: Fused, task: Task) -> None:
-        self._ws, self._task = on.ws, task
+        self._ws, self._task, self._epilogue = on.ws, task, task.epilogue.of(0)
         M, N = task.moved
         to_all = on.one_shot(task)
         switch, few = on.in_switch, M <= ONE_KERNEL_ROWS
@@ -418,11 +409,15 @@ class OneKernel:
             adders=0 if few else num_adders(on.ws.hardware, on.world_size),
         )  # fmt: skip
         self._arrivals: Tensor | None = None
+        self._tile = None if any(self._epilogue.operands) else epilogue_of([self._epilogue])
         self.stages = (self._run,)
 
     def _run(self, operands: Operands) -> list[Tensor]:
         task, ws = self._task, self._ws
-        a, b, bias, residual = operands["a"], operands["b"], operands.get("bias"), operands.get("residual")
+        a, b, epilogue, tile = operands["a"], operands["b"], self._epilogue, self._tile
+        if tile is None:
+            epilogue = epilogue.bind(operands)
+            tile = epilogue_of([epilogue])
         channel = ws.channel()
         scales: Any = None
         if type(a) is Quantized:
@@ -430,11 +425,8 @@ class OneKernel:
             a, b = a.data, b.data
         out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
-        # `epilogue_of`, inlined because every call runs this.
-        added = None if residual is None else outputs_of(residual)
-        epilogue = TileEpilogue(None if bias is None else (bias.contiguous(),), constant(False), added)
-        self._launch(channel, a, b, scales, out, epilogue, arrivals, **self._places)
-        return with_norm(norm_of(task, operands), out) if task.norm else [out]
+        self._launch(channel, a, b, scales, out, tile, arrivals, **self._places)
+        return epilogue.with_norm(out)
 
     @outside_inference
     def _zeros(self) -> Tensor:

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import activations, locks, norms, trace
+from .. import locks, trace
+from ..epilogue import Epilogue, ended
 from ..float8 import BLOCK, E8M0, FNUZ
-from ..norms import Norm
-from ..op import GATED, Task
+from ..op import Task
 from ..scaled import Matrix, Quantized, by_columns
 from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import Epilogue, GatherOf, Operands, Product, ScatterOf, Verbs
+from .verbs import GatherOf, Product, ScatterOf, Verbs
 
 # dtypes for which fast paths to a matmul call `padded`.
 NARROW = (torch.bfloat16, torch.float16)
@@ -76,7 +76,7 @@ def tree_product(
     from ..kernels.launch import config_for
     from ..kernels.matmul import matmul
 
-    epilogue, config = epilogue_of(bias, per_row=False), config_for(a.device, a.dtype, tree=True)
+    epilogue, config = epilogue_of([Epilogue(bias=bias)]), config_for(a.device, a.dtype, tree=True)
     multiply = partial(matmul, a, b, out, epilogue, config=config, leaves=leaves, more=more)
     # Beside a collective, the op holds the interpreter's lock already.
     if not INTERPRETED or locks.is_mine(locks.INTERPRETER):
@@ -146,29 +146,11 @@ class LocalScatter:
         terms = self._terms
         del self._terms
         if self._leaves:
-            return with_norm(epilogue.norm, _as_tree(terms, self._leaves, epilogue))
-        out = summed(terms, epilogue.bias)
-        if epilogue.residual is not None:
-            out.add_(epilogue.residual)
-        return with_norm(epilogue.norm, out)
-
-
-def _as_tree(terms: Sequence[tuple[Tensor, Tensor]], leaves: int, epilogue: Epilogue) -> Tensor:
-    # The kernel that adds up subtrees rounds once too, with bias and residual.
-    out = tree_product(terms, leaves, dtype=torch.float32)
-    for added in (epilogue.bias, epilogue.residual):
-        if added is not None:
-            out.add_(added)
-    return out.to(terms[0][0].dtype)
-
-
-def norm_of(task: Task, operands: Operands) -> Norm | None:
-    """Return the norm at the task's end, if any."""
-    return Norm(task.norm, task.eps, operands["norm_weight"], operands.get("norm_bias")) if task.norm else None
-
-
-def with_norm(norm: Norm | None, y: Tensor) -> list[Tensor]:
-    return [y] if norm is None else [y, norms.apply(norm, y)]
+            # The kernel that adds up subtrees rounds once too, with bias and residual.
+            total = tree_product(terms, self._leaves, dtype=torch.float32)
+            epilogue.add_to(total)
+            return epilogue.with_norm(total.to(terms[0][0].dtype))
+        return epilogue.after.finish(summed(terms, epilogue.addend))
 
 
 def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
@@ -181,34 +163,10 @@ def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> l
             outs.append(data.t().clone(memory_format=torch.contiguous_format) if each.transposed else data.contiguous())
             continue
         left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
-        bias = each.epilogue.bias
         if each.transposed:
             left, right = right.t(), left.t()
-        outs.append(mm(left, right, bias, leaves))
-    return activated(products[0].epilogue, outs)
-
-
-def activated(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
-    """Apply the epilogue's activation to the products, in place, or beside them if they are kept."""
-    if not epilogue.activation:
-        return zs
-    ys = into(epilogue, zs)
-    activate(epilogue, zs, ys)
-    return [*ys, *zs] if epilogue.keeps else ys
-
-
-def into(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
-    """Return the tensors for an activation's results: the products (gated: the gate), or new ones if they are kept."""
-    first = zs[:1] if epilogue.activation in GATED else zs
-    return [torch.empty_like(z) for z in first] if epilogue.keeps else first
-
-
-def activate(epilogue: Epilogue, zs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    if epilogue.activation in GATED:
-        activations.apply(epilogue.activation, zs, ys[0])
-        return
-    for z, y in zip(zs, ys, strict=True):
-        activations.apply(epilogue.activation, (z,), y)
+        outs.append(mm(left, right, each.epilogue.addend, leaves))
+    return ended([each.epilogue for each in products], outs) if products[0].epilogue.ends else outs
 
 
 def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Tensor:
@@ -401,19 +359,18 @@ class PackedGather:
                         left = part if self._dim == 1 else by_columns(part).t()
                         wides[i].add_(term(left, each.other[at]))
         for i, wide in wides.items():
-            bias, transposed = products[i].epilogue.bias, products[i].transposed
+            bias, transposed = products[i].epilogue.addend, products[i].transposed
             # The bias of a transposed result has an element for each of its columns, the product's rows.
             made = finish(wide, products[i].other, bias[:, None] if transposed and bias is not None else bias)
             outs[i].copy_(made.t() if transposed else made)
-        return activated(products[0].epilogue, outs)
+        return ended([each.epilogue for each in products], outs)
 
     @staticmethod
     def _put(product: Product, part: Quantized, at: slice, out: Tensor) -> None:
-        bias = product.epilogue.bias
         if product.transposed:
-            out[:, at] = mm(product.other.t(), part.t(), bias if bias is None else bias[at])
+            out[:, at] = mm(product.other.t(), part.t(), product.epilogue.columns(at).addend)
         else:
-            out[at] = mm(part, product.other, bias)
+            out[at] = mm(part, product.other, product.epilogue.addend)
 
     def start(self, x: Quantized) -> None:
         raise NotImplementedError

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import trace
+from ..epilogue import Epilogue
 from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
-from .local import PackedGather, multiplied, sum_into, with_norm
-from .verbs import Epilogue, GatherOf, Product, ScatterOf, Verbs
+from .local import PackedGather, multiplied, sum_into
+from .verbs import GatherOf, Product, ScatterOf, Verbs
 
 
 class Unfused(Verbs):
@@ -74,10 +75,9 @@ class UnfusedGather:
     def _arrived(self) -> Tensor:
         arriving, longest = self._arriving, self._longest
         del self._arriving
-        gathered = arriving
+        gathered, wait = arriving, c10d.wait_tensor
         if arriving.numel():
-            with trace.span("collective"):
-                gathered = c10d.wait_tensor(arriving)
+            gathered = wait(arriving) if trace.spans is None else trace.timed("collective", -1, wait, arriving)
         if self._even:
             return gathered
         parts = zip(gathered.split(longest), self._sizes, strict=True)
@@ -85,8 +85,9 @@ class UnfusedGather:
 
     def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
         whole = self._arrived()
-        with trace.span("multiply"):
-            return multiplied(whole, products)
+        if trace.spans is not None:
+            return trace.timed("multiply", -1, multiplied, whole, products)
+        return multiplied(whole, products)
 
     def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return self._arrived() if out is None else out.copy_(self._arrived())
@@ -179,11 +180,9 @@ class UnfusedScatter:
                 out = c10d.wait_tensor(c10d.all_reduce_(terms, "sum", self._on.group_name))
         else:
             out = terms
-        if (bias := epilogue.bias) is not None:
-            out.add_(bias[self._begins[rank] : self._begins[rank + 1]] if self._dim == 1 else bias)
-        if epilogue.residual is not None:
-            out.add_(epilogue.residual)
-        return with_norm(epilogue.norm, out)
+        if self._dim == 1:
+            epilogue = epilogue.columns(slice(self._begins[rank], self._begins[rank + 1]))
+        return epilogue.finish(out)
 
     def _reduced(self, terms: Tensor) -> Tensor:
         num_ranks = self._on.world_size

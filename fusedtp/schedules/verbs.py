@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..norms import Norm
+from ..epilogue import NO_EPILOGUE, Epilogue
 from ..op import Task
 from ..scaled import Matrix
 
@@ -21,31 +21,11 @@ from ..scaled import Matrix
 Operands = Mapping[str, Any]
 
 
-class Epilogue(NamedTuple):
-    """Epilogue of a result, before it is rounded.
-
-    - `bias`: added; one element for each column of the result asked for.
-    - `residual`: added; shaped like this rank's part of the result.
-    - `activation`: of each product, or a gated one of two, which has one result; "" for none.
-    - `keeps`: whether the products themselves are results too, after the others.
-    - `norm`: of the rows of a sum; the normed sum is a result after the sum.
-    """
-
-    bias: Tensor | None = None
-    residual: Tensor | None = None
-    activation: str = ""
-    keeps: bool = False
-    norm: Norm | None = None
-
-
-NO_EPILOGUE = Epilogue()
-
-
 class Product(NamedTuple):
     """Product with X, the gathered matrix.
 
     `kind` "rows" is X @ other, "outer" is X.T @ other, "whole" is X itself in a new tensor. `transposed`: the result is
-    transposed, [other's columns, ..].
+    transposed, [other's columns, ..]. Columns of the epilogue are the result's.
     """
 
     kind: Literal["rows", "outer", "whole"]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from triton.language import constexpr
 
+from fusedtp.activations import GATED
+from fusedtp.epilogue import Epilogue
 from fusedtp.kernels.choices import Choice, applied
 from fusedtp.kernels.configs import compiled_config
 from fusedtp.kernels.layout import pitch_of
@@ -163,12 +165,13 @@ class _Call:
 
     def epilogue(self, *results: Tensor) -> Any:
         per_row, dtype = self.flags.get("PER_ROW", False), self.dtype
-        residual = self.of("operands").outputs_of(self.matrix(self.rows, self.cols, dtype))
+        residual = self.matrix(self.rows, self.cols, dtype) if self.variant.adds else None
+        function, gated = self.flags.get("ACTIVATION"), {one: name for name, one in GATED.items()}
+        steps = Epilogue(residual=residual, activation=gated[function] if self.flags.get("GATED") else function)
         biases = [self.matrix(1, c.shape[0 if per_row else 1], dtype)[0] for c in results]
         return self.of("epilogue").epilogue_of(
-            biases if self.flags.get("BIAS", True) else None, per_row=per_row, gated=self.flags.get("GATED", False),
-            residual=residual if self.variant.adds else None, activation=self.flags.get("ACTIVATION", ""),
-            zs=[torch.empty_like(c) for c in results] if self.flags.get("KEEPS") else (),
+            [steps._replace(bias=bias if self.flags.get("BIAS", True) else None) for bias in biases], results,
+            per_row=per_row, zs=[torch.empty_like(c) for c in results] if self.flags.get("KEEPS") else (),
         )  # fmt: skip
 
     def matmul(self) -> None:

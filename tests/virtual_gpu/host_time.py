@@ -48,7 +48,7 @@ def of(rows: int, cols: int, width: int = 1) -> torch.Tensor:
 
 
 CONFIG = replace(compiled_config("sm_90", 2, next(iter(SHAPES))), programs=132)
-PLAIN = epilogue_of(None, per_row=False)
+PLAIN = epilogue_of(())
 # A launcher and its arguments.
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
