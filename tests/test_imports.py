@@ -28,6 +28,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 FLOORS = (
     ("torch_private",),
     ("errors", "shards", "files", "trace", "op", "groups", "locks"),
+    ("lanes",),
     ("sharding", "reference", "activations", "norms", "float8"),
     ("scaled",),
     ("cost",),
