@@ -1,4 +1,4 @@
-"""Locks: one running op per group and process, one interpreted kernel per process, and calls that have not returned.
+"""Locks: one running op per lane of a group, one interpreted kernel per process, and calls that have not returned.
 
 Ranks must run a group's ops in the same order. Concurrent threads would run ops in another order on every rank, and
 unrelated ops would read each other's signals. So a call is refused while another op of its group runs. A queue would
@@ -28,6 +28,8 @@ R = TypeVar("R")
 _REFUSALS = {
     "group": "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
     "torch.distributed.new_group(), or let one thread wait for the other on all ranks alike",
+    "lane": "on the same group, {name}: ranks would run the two in different orders. Let one thread make all calls of "
+    "a lane, or let one thread wait for the other on all ranks alike",
     "interpreter": "in Triton's interpreter, which runs one kernel at a time in a process: use schedule 'decomposed' "
     "or 'unfused' in several threads, or 'fused' in one",
 }
@@ -43,7 +45,7 @@ os.register_at_fork(after_in_child=_taken.clear)
 
 
 def alone(key: _Key, op: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call the function while holding the lock `key`, ("group", its name) or INTERPRETER.
+    """Call the function while holding the lock `key`, of `lanes.lock` or INTERPRETER.
 
     Raises RuntimeError if another op holds the lock. Then nothing has been sent, and peers that wait for this rank time
     out.

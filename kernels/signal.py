@@ -78,6 +78,8 @@ REPORT = tl.constexpr(1)  # 0, or 1 + the peer of a wait that was given up; writ
 REPORT_WAIT = tl.constexpr(2)  # slot * NUM_OPS + the op's number
 REPORT_EXPECTED = tl.constexpr(3)
 REPORT_SEEN = tl.constexpr(4)
+BEGUN = tl.constexpr(5)  # the epoch that the stream of a lane has begun, and the one that it has ended
+ENDED = tl.constexpr(6)
 HOST_WORDS = 16
 
 # Polls between two looks at the clock, which cost a trip to host memory on a GPU. Interpreted polls sleep up to 4 ms.

@@ -224,7 +224,7 @@ def running_on(cuda: Cuda) -> Iterator[None]:
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "current_stream", current_stream),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", is_capturing),
-        mock.patch.object(streams, "_driver", return_value=driver),
+        mock.patch.object(streams, "driver", return_value=driver),
         # Tensors are on a CPU.
         mock.patch.object(workspace, "check_device", return_value=None),
     ):

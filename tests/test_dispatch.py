@@ -227,7 +227,7 @@ def test_one_rank_needs_no_memory(group: ProcessGroup) -> None:
     fusedtp.destroy(group)
     fusedtp.all_gather_linear(torch.ones(4, 4), torch.ones(4, 4), group=group)
     assert (last_path().schedule, last_path().reason) == ("unfused", "one rank has nothing to send")
-    assert group.group_name not in [name for name, _ in registry._workspaces]
+    assert group.group_name not in [name for name, *_ in registry._workspaces]
 
 
 @pytest.mark.parametrize(

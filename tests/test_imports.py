@@ -28,6 +28,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 FLOORS = (
     ("torch_private",),
     ("errors", "shards", "files", "trace", "groups", "locks", "switch"),
+    ("lanes",),
     ("activations", "norms"),
     ("epilogue",),
     ("op",),

@@ -29,7 +29,7 @@ from .protocol import cases
 from .protocol.events import Advance, Barrier, Event, Kernel, Raise
 from .protocol.explore import explore
 from .protocol.live import live
-from .protocol.model import Calls, build
+from .protocol.model import Calls, Model, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
 
@@ -55,17 +55,18 @@ def check(calls: Calls, what: str, **options: int) -> None:
 
 
 # Recording kernels is slow; with two ranks `MIXED` covers most of them.
-FAMILIES = ("fused", "copied", "copy", "in place")
+FAMILIES = {
+    "fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE, "lane": cases.LANE,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [*itertools.product(FAMILIES, THREE), *spread(FAMILIES if LARGE else FAMILIES[2:], TWO, large=LARGE)],
+    [*itertools.product(FAMILIES, THREE), *spread(list(FAMILIES)[0 if LARGE else 2 :], TWO, large=LARGE)],
     ids=str,
 )
 def test_every_order_of_every_op_is_right(family: str, sizes: tuple[int, ...]) -> None:
-    ops = {"fused": cases.FUSED, "copied": cases.COPIED, "copy": cases.COPY, "in place": cases.IN_PLACE}[family]
-    for name in ops:
+    for name in FAMILIES[family]:
         calls = cases.sequence([name] * (4 if LARGE else 3), sizes)
         # All programs of a kernel at once, and one after another as in the interpreter.
         for residency in (0, 1) if family in ("fused", "copied") else (0,):
@@ -77,6 +78,33 @@ def test_every_order_of_mixed_ops_is_right() -> None:
     for one, two in itertools.combinations(names, 2):
         # Each op after the other, on the other half and on the same half.
         check(cases.sequence([one, two, two, one], (3, 1)), f"{one}, {two}")
+
+
+def lanes(ordinary: str, *others: str, num_calls: int = 2) -> Model:
+    """Return the model of calls of one op in lane 0 beside calls of others in lanes of their own."""
+    every = [cases.sequence([name] * num_calls, (3, 1)) for name in (ordinary, *others)]
+    return build(every[0], beside=every[1:])
+
+
+# Each fills the multiprocessors and waits in a kernel.
+FILLING = ("gather rows", "scatter rows", "matmul one_shot", "two_shot", "copied: gather rows")
+
+
+@pytest.mark.parametrize("ordinary", tuple(cases.FUSED | cases.COPIED) if LARGE else FILLING)
+def test_ops_of_other_lanes_end_beside_kernels_that_fill_the_device(ordinary: str) -> None:
+    """Kernels of all lanes get the multiprocessors one at a time, in every order."""
+    verdict = explore(lanes(ordinary, *cases.LANE, num_calls=3))
+    assert not verdict.wrong, f"{verdict.wrong}\n" + "\n".join(verdict.path)
+    # The order matters: there is more than one.
+    assert verdict.states > 20
+
+
+@pytest.mark.parametrize("waits", ["all_gather", "copied: all_gather", "reduce_scatter"])
+def test_a_kernel_that_waits_in_another_lane_is_a_deadlock(waits: str) -> None:
+    """What `lanes` forbids, and `Schedule.check_lane` refuses."""
+    verdict = explore(lanes("gather rows", waits))
+    assert verdict.wrong.startswith("deadlock: never: "), verdict.wrong or "nothing was found"
+    assert "gets the multiprocessors" in verdict.wrong
 
 
 def test_sequences_are_what_a_run_of_them_records() -> None:

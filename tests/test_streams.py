@@ -166,12 +166,12 @@ def test_an_op_of_an_invalid_capture_is_refused() -> None:
         program.begin(0, set())
         driver = Driver(library)
         with (
-            mock.patch.object(streams, "_driver", return_value=driver),
+            mock.patch.object(streams, "driver", return_value=driver),
             pytest.raises(RuntimeError, match="no longer valid"),
         ):
             program.op(0, 0)
         library.cuStreamGetCaptureInfo_v2 = lambda *_: 801
-        with mock.patch.object(streams, "_driver", return_value=driver), pytest.raises(RuntimeError, match="error 801"):
+        with mock.patch.object(streams, "driver", return_value=driver), pytest.raises(RuntimeError, match="error 801"):
             program.op(0, 0)
         # Nothing was sent, so the workspace still works.
         program.op(0, 0)

@@ -106,7 +106,7 @@ def test_one_group_in_two_threads_is_refused(pool: RankPool) -> None:
 
 def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An op of another thread is refused while a workspace is being given back, and the locks are free afterwards."""
-    monkeypatch.setattr(registry, "_made_for", {("one", CPU): None})
+    monkeypatch.setattr(registry, "_made_for", {("one", CPU, 0): None})
     refused: list[str] = []
 
     def taken() -> None:

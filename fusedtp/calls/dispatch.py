@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from .. import groups, locks
+from .. import groups, lanes, locks
 from ..cost.hardware import Hardware, of_gpu
 from ..cost.overlap import MULTICAST
 from ..float8 import FNUZ, target_of, widens_blocks, without_float8
@@ -78,7 +78,9 @@ def check_schedule(schedule: str) -> None:
         raise ValueError(f"schedule must be one of {', '.join(('auto', *NAMES))}, got {schedule!r}")
 
 
-def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device) -> Path:
+def choose(
+    task: Task, schedule: str, group: ProcessGroup, device: torch.device, lane: int = lanes.ORDINARY
+) -> Path:  # fmt: skip
     """Return the path of a task. A group's first call is collective if the schedule may need shared memory."""
     op, dtype = task.op.name, task.dtype
     if task.leaves:
@@ -89,7 +91,7 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
         # `decomposed` needs no `Knowledge`. But peers may name another schedule, which ranks find only if all come this
         # far. A capture can only run ops that have run before.
         if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
-            _know(_workspaces().get(group, device), group)
+            _know(_workspaces().get(group, device, lane), group)
         return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -97,14 +99,14 @@ def choose(task: Task, schedule: str, group: ProcessGroup, device: torch.device)
     if on_gpu and dtype not in FUSED_DTYPES:
         return Path(op, "unfused", f"no fused kernel for {dtype}")
     try:
-        ws = _workspaces().get(group, device)
+        ws = _workspaces().get(group, device, lane)
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
     _know(ws, group)
     switch = task.any_order and ws.has_multicast
     key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing, switch)
-    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch))
+    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch, lane))
     return path
 
 
@@ -167,7 +169,7 @@ class Ready(Prepared):
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", choice: Mapping[str, int] | None = None,
+        call: str = "", choice: Mapping[str, int] | None = None, lane: int = lanes.ORDINARY,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
@@ -178,7 +180,7 @@ class Ready(Prepared):
         self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
         # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
-        self._lock = ("group", str(group.group_name))
+        self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
         if self._alone:
             self._prepare()
 
@@ -190,12 +192,15 @@ class Ready(Prepared):
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        path = replace(choose(task, self._asked_for, group, device), shapes=paths.shapes_of(task, group.size()))
+        path = replace(
+            choose(task, self._asked_for, group, device, self._lane), shapes=paths.shapes_of(task, group.size())
+        )
         paths.check(path)
         row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
+        row.check_lane(task.op.name, 0 if self._alone else self._lane)
         self.version = generation.version
         shares = row.shares_memory and not self._alone
-        ws = _workspaces().get(group, device) if shares else None
+        ws = _workspaces().get(group, device, self._lane) if shares else None
         interpreted = row.has_kernels and device.type == "cpu"
         if interpreted:
             _check_interpreted(task.op.name, ws)
@@ -238,7 +243,7 @@ class Ready(Prepared):
         if not self._is_prepared:
             self._prepare()
         ws, op = self.ws, self.task.op.name
-        if self.on_gpu and self._asked_for == "auto" and self.path.schedule != "fused":
+        if self.on_gpu and not self._lane and self._asked_for == "auto" and self.path.schedule != "fused":
             _load_for_capture(self.task, self.group, self._device, operands)
         if ws is None:
             return self.go(operands)
@@ -368,10 +373,11 @@ def _unmeasured(op: str, dtype: str) -> str:
 
 
 def _decide(
-    task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False
+    task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False,
+    lane: int = lanes.ORDINARY,
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
-    allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing))
+    allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing, lane))
     lacks = ""
     if on_gpu and task.float8 is not None:
         lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
@@ -386,6 +392,8 @@ def _decide(
     if lacks:
         # A named algorithm rules `unfused` out.
         return Path(op, allowed[0] if shape is None else "unfused", lacks)
+    if on_gpu and lane:
+        return Path(op, allowed[0], f"no kernel may wait for peers{lanes.said(lane)}")
     if on_gpu:
         return Path(op, "fused", f"ranks reach each other's GPU memory, and {_unmeasured(op, name)}")
     return Path(op, "decomposed", f"ranks share memory, and {_unmeasured(op, name)}")
@@ -417,7 +425,7 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
         # never join a collective.
         from ..workspaces.rendezvous import StoreExchange
 
-        found = StoreExchange(group).from_first(ws.making, message)
+        found = StoreExchange(group, ws.lane).from_first(ws.making, message)
     shared = json.loads(found)
     table = tuning.parse(shared["table"]) if shared["table"] else None
     return Knowledge(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
-from .. import groups, locks
+from .. import groups, lanes, locks
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Op, Task
 from ..torch_private import forward_mode_active, transforms_active
 from ..workspaces import generation
@@ -173,11 +173,11 @@ def collective(
 
 def ready_for(
     op: Op, x: Tensor, sizes: Sequence[int], group: ProcessGroup, schedule: str = "auto", algorithm: str = "auto",
-    producer: str = "auto", call: str = "", leaves: int = 0,
+    producer: str = "auto", call: str = "", leaves: int = 0, lane: int = lanes.ORDINARY,
 ) -> Ready:  # fmt: skip
-    """Return the collective `op` of x [R, C], with options as in `collective`, from the cache if it was used before."""
+    """Return the collective `op` of x [R, C] in `lane`, with options as in `collective`. It is cached."""
     shape = (x.shape[0], x.shape[1])
-    key = (op.name, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves)
+    key = (op.name, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves, lane)
     kept = _ready.setdefault(group, {})
     ready = kept.get(key)
     if ready is None or ready.is_stale():
@@ -187,7 +187,7 @@ def ready_for(
             op, {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
             any_order=leaves == AS_ANY,
         )  # fmt: skip
-        ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call)
+        ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, lane=lane)
     return ready
 
 

@@ -223,6 +223,18 @@ class Driver:
             raise RuntimeError("the graph capture is no longer valid: an earlier call broke it")
         return number.value, graph.value or 0, tuple(nodes[i] or 0 for i in range(count.value))
 
+    def write(self, stream: int, address: int, value: int) -> None:
+        """Let a stream write an int32 after its earlier work, which is then visible to all devices and the host."""
+        self._call("cuStreamWriteValue32_v2", *self._word(stream, address, value), 0)
+
+    def wait(self, stream: int, address: int, value: int) -> None:
+        """Hold a stream until the int32 at `address` is `value` or later, by the sign of their difference."""
+        self._call("cuStreamWaitValue32_v2", *self._word(stream, address, value), 0)
+
+    @staticmethod
+    def _word(stream: int, address: int, value: int) -> tuple[Any, ...]:
+        return ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value)
+
     def add_wait(self, stream: int, event: int) -> None:
         """Add a node to a stream's capture that waits, at each replay, for the last record of `event` before it."""
         _, graph, before = self.capture(stream)

@@ -14,12 +14,15 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from .. import lanes
+
 
 class Schedule(NamedTuple):
     """A row of the table of schedules. Its module has its name.
 
     - `verbs`: name of the class of its `verbs.Verbs` in the module.
-    - `has_kernels`: whether Triton kernels multiply. On a CPU they are interpreted, which is never fast.
+    - `has_kernels`: whether Triton kernels multiply, and wait for peers. On a CPU they are interpreted, which is never
+      fast.
     - `in_graphs`: whether a CUDA graph can capture the schedule. Copies to addresses chosen on the host cannot be
       captured.
     - `shares_memory`: whether it runs over a `Workspace`, else through the process group.
@@ -34,9 +37,17 @@ class Schedule(NamedTuple):
     algorithms: tuple[str, ...] = ("direct", "one_shot", "two_shot", "ring")
     lacks: str = ""
 
-    def is_for_auto(self, on_gpu: bool, capturing: bool) -> bool:
+    def is_for_auto(self, on_gpu: bool, capturing: bool, lane: int = lanes.ORDINARY) -> bool:
         """Return whether `auto` may choose the schedule there."""
-        return (on_gpu or not self.has_kernels) and (self.in_graphs or not capturing)
+        return ((on_gpu and not lane) or not self.has_kernels) and (self.in_graphs or not capturing)
+
+    def check_lane(self, op: str, lane: int) -> None:
+        """Raise ValueError if the schedule waits in kernels, which only lane 0 may (`lanes`)."""
+        if lane and self.has_kernels:
+            raise ValueError(
+                f"{op}: schedule {self.name!r} waits for peers inside kernels, which may not run beside those of other "
+                f"ops: use 'auto', 'decomposed' or 'unfused'{lanes.said(lane)}"
+            )
 
     def check_algorithm(self, algorithm: str, asked_for: str) -> None:
         """Raise ValueError if the schedule has no such algorithm. `asked_for`: the schedule that the caller named."""

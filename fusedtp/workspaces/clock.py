@@ -15,6 +15,8 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -29,6 +31,8 @@ _GAP_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _lock = threading.RLock()
 # By address: the word, and the tensor that owns its memory.
 _words: dict[int, tuple[ctypes.c_int32, Tensor]] = {}
+# Methods that the thread calls at every tick, by the same address; with True for the last call.
+_looks: dict[int, WeakMethod[Callable[[bool], None]]] = {}
 
 
 class Stopwatch:
@@ -67,6 +71,7 @@ class _Clock(threading.Thread):
                 _now_ms = self._begun_ms + int(1000 * self._ran.seconds())
                 for word, _ in list(_words.values()):
                     word.value = now_ms()
+                _look(False)
             finally:
                 _lock.release()
 
@@ -80,13 +85,21 @@ def now_ms() -> int:
     return ctypes.c_int32(_now_ms).value
 
 
-def drive(block: Tensor) -> None:
-    """Start writing the time to the first element of `block` (int32, in host memory)."""
+def _look(ending: bool) -> None:
+    for each in list(_looks.values()):
+        if (look := each()) is not None:
+            look(ending)
+
+
+def drive(block: Tensor, look: Callable[[bool], None] | None = None) -> None:
+    """Start writing the time to the first element of `block` (int32, in host memory), and calling the method `look`."""
     global _clock
     word = ctypes.c_int32.from_address(block.data_ptr())
     word.value = now_ms()
     with _lock:
         _words[block.data_ptr()] = (word, block)
+        if look is not None:
+            _looks[block.data_ptr()] = WeakMethod(look)
         if _clock is None or not _clock.is_alive():
             _clock = _Clock()
             try:
@@ -101,6 +114,7 @@ def drive(block: Tensor) -> None:
 def release(block: Tensor) -> None:
     """Stop writing to `block`. The thread ends with the last block."""
     with _lock:
+        _looks.pop(block.data_ptr(), None)
         _words.pop(block.data_ptr(), None)
         clock = None if _words else _detached()
     _end(clock)
@@ -111,6 +125,7 @@ def _after_fork() -> None:
     global _lock, _clock
     _lock, _clock = threading.RLock(), None
     _words.clear()
+    _looks.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -120,13 +135,14 @@ os.register_at_fork(after_in_child=_after_fork)
 def stop() -> None:
     """End the thread. It writes nothing after this returns, unless `drive` is called again.
 
-    Kernels that still wait on a device then time out: otherwise the process could not end.
+    Kernels and streams that still wait on a device then give up: otherwise the process could not end.
     """
     with _lock:
         clock, left = _detached(), [word for word, _ in _words.values()]
     _end(clock)
     for word in left:
         word.value = ctypes.c_int32(now_ms() + _BEYOND_ANY_BUDGET_MS).value
+    _look(True)
 
 
 def _detached() -> _Clock | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import lanes
 from ..errors import PeerTimeout, RanksDisagree
 from ..kernels import signal
 from ..memory import Arena
@@ -52,6 +53,7 @@ class Failing:
 
     rank: int
     world_size: int
+    lane: int
     device: torch.device
     seconds: float
     words: Tensor
@@ -69,8 +71,8 @@ class Failing:
         # Only the text is kept: the exception would keep its frames alive, and they hold views of the arena.
         what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
         self.failure = RuntimeError(
-            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers: call "
-            f"fusedtp.destroy for this group on every rank before its next op ({what})"
+            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers"
+            f"{lanes.said(self.lane)}: call fusedtp.destroy for this group on every rank before its next op ({what})"
         )
 
     def _refuse_words(self, words: Any, epoch: int) -> None:
@@ -130,7 +132,7 @@ class Failing:
                 "rank: `sizes`, a layer's `sequence_sizes`, or a DTensor for a style; torch.ops.symm_mem takes equal "
                 "shards only"
             )
-        text += ". Call fusedtp.destroy for this group on every rank before its next op"
+        text += f"{lanes.said(self.lane)}. Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
         raise self.failure
 
@@ -146,7 +148,7 @@ class Failing:
         headers = self._settled()
         who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
-        detail = f"{what} {expected} expected, {seen} seen"
+        detail = f"{what} {expected} expected, {seen} seen{lanes.said(self.lane)}"
         detail += explain(self.rank, headers, peer, who)
         if self.meanings.now.values.get("pass") == "backward" and not has_entered(
             self._header(self.rank), who, self.world_size, expected

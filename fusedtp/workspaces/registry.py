@@ -1,6 +1,7 @@
-"""Registry: the workspace of each group and device.
+"""Registry: the workspace of each group, device and lane (`lanes`).
 
-A group's first op makes the workspace. It is given back by `destroy` or with its group. A forked child has none.
+The first op of a lane makes its workspace. All of a group's workspaces are given back by `destroy` or with the group. A
+forked child has none.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
-from .. import groups, locks
+from .. import groups, lanes, locks
 from ..groups import Group
 from ..memory import Unreachable
 from ..memory.cuda import CudaMemory
@@ -23,31 +25,34 @@ from . import generation, timeouts
 from .rendezvous import StoreExchange
 from .workspace import Workspace
 
-_workspaces: dict[tuple[str, torch.device], Workspace] = {}
-_unreachable: dict[tuple[str, torch.device], str] = {}
+# A group's name, a device, and a lane.
+_Key: TypeAlias = tuple[str, torch.device, int]
+
+_workspaces: dict[_Key, Workspace] = {}
+_unreachable: dict[_Key, str] = {}
 # The group for which each entry of `_workspaces` or `_unreachable` was made, because torch may reuse the name of a
 # destroyed group. The references are weak, so that the registry does not keep a group's threads and connections alive.
-_made_for: dict[tuple[str, torch.device], ref[dist.ProcessGroup]] = {}
+_made_for: dict[_Key, ref[dist.ProcessGroup]] = {}
 # The workspaces of groups in use, by a key with a fast lookup.
-_found: dict[tuple[int, torch.device], tuple[ref[dist.ProcessGroup], Workspace]] = {}
+_found: dict[tuple[int, torch.device, int], tuple[ref[dist.ProcessGroup], Workspace]] = {}
 
 
-def _key(group: dist.ProcessGroup, device: torch.device) -> tuple[str, torch.device]:
+def _key(group: dist.ProcessGroup, device: torch.device, lane: int) -> _Key:
     if device.type == "cuda" and str(device) == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    return str(group.group_name), device
+    return str(group.group_name), device, lane
 
 
-def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
-    """Return the workspace of `group` on `device`. The first call makes it, collectively, at `epoch`.
+def get(group: dist.ProcessGroup, device: torch.device, lane: int = lanes.ORDINARY, *, epoch: int = 0) -> Workspace:
+    """Return the workspace of `group` on `device` for `lane`. The first call makes it, collectively, at `epoch`.
 
     Raises `Unreachable` if ranks cannot share memory.
     """
     # No other group has the id of a living one.
-    found = _found.get((id(group), device))
+    found = _found.get((id(group), device, lane))
     if found is not None and found[0]() is group:
         return found[1]
-    key = _key(group, device)
+    key = _key(group, device, lane)
     made_for = _made_for.get(key)
     if made_for is None or made_for() is not group:
         _forget(key)
@@ -57,21 +62,24 @@ def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Wo
             "the group's backend is 'fake', with no other ranks whose memory could be reached: 'auto' and 'unfused' "
             "give results of the right shapes"
         )
+    if lane and key[1].type == "cuda" and torch.version.hip is not None:
+        _unreachable[key] = f"streams of AMD GPUs are not known to wait for words of memory{lanes.said(lane)}"
     if key in _unreachable:
         raise Unreachable(_unreachable[key])
     if key not in _workspaces or not _workspaces[key].made:
         _make(group, key, epoch)
-    _found[id(group), key[1]] = made_for, _workspaces[key]
+    _found[id(group), key[1], lane] = made_for, _workspaces[key]
     return _workspaces[key]
 
 
-def _make(group: dist.ProcessGroup, key: tuple[str, torch.device], epoch: int) -> None:
+def _make(group: dist.ProcessGroup, key: _Key, epoch: int) -> None:
     _discard(key, why=3)
-    on_host, device = key[1].type == "cpu", key[1]
+    _, device, lane = key
+    on_host = device.type == "cpu"
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
     # Registered before it is made: after an interruption `_discard` finds and closes it, which tells the peers.
-    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=timeouts.of(group), make=False)
-    exchange = StoreExchange(group) if on_host else None
+    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=timeouts.of(group), make=False, lane=lane)
+    exchange = StoreExchange(group, lane) if on_host else None
     try:
         ws.make(exchange)
     except BaseException as error:
@@ -152,24 +160,24 @@ def destroy(group: Group = None) -> None:
     name = None if group is None else str(group.group_name)
     keys = [key for key in list(_made_for) if name in (None, key[0])]
     give_back: Callable[[], None] = partial(_forget_all, keys)
-    for each in dict.fromkeys(key[0] for key in keys):
-        give_back = partial(locks.alone, ("group", each), "destroy", give_back)
-    # Hold the locks of all groups: if an op is running, no memory is given back.
+    for each in dict.fromkeys(lanes.lock(key[0], key[2]) for key in keys):
+        give_back = partial(locks.alone, each, "destroy", give_back)
+    # Hold the locks of all lanes: if an op is running, no memory is given back.
     give_back()
 
 
-def _forget_all(keys: Sequence[tuple[str, torch.device]]) -> None:
+def _forget_all(keys: Sequence[_Key]) -> None:
     for key in keys:
         _forget(key)
 
 
-def _forget(key: tuple[str, torch.device]) -> None:
+def _forget(key: _Key) -> None:
     _discard(key)
     _unreachable.pop(key, None)
     _made_for.pop(key, None)
 
 
-def _discard(key: tuple[str, torch.device], why: int = 1) -> None:
+def _discard(key: _Key, why: int = 1) -> None:
     _found.clear()
     generation.changed()
     if (ws := _workspaces.get(key)) is not None:

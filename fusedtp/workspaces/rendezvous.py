@@ -22,11 +22,12 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed import ProcessGroup
 
+from .. import lanes
 from ..errors import PeerTimeout
 from ..kernels import signal
 from . import timeouts
@@ -42,10 +43,10 @@ _MAKING = "making the workspace"
 # A rank that waits longer than this for another at its first op says so.
 NOTICE_SECONDS = 10.0
 
-# Groups for which this rank has begun to make a workspace and does not know the outcome.
-_unfinished: WeakSet[ProcessGroup] = WeakSet()
-# The store's key of rank 0's last text.
-_told: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+# Lanes of each group whose workspace this rank has begun to make without knowing the outcome.
+_unfinished: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+# The store's key of rank 0's last text, by lane.
+_told: WeakKeyDictionary[ProcessGroup, dict[int, str]] = WeakKeyDictionary()
 
 
 def _waits() -> Iterator[float]:
@@ -58,40 +59,41 @@ def _waits() -> Iterator[float]:
 
 
 @contextlib.contextmanager
-def _lost_store(rank: int) -> Iterator[None]:
+def _lost_store(rank: int, making: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, PeerTimeout | StoreSilent):
             raise
         raise RuntimeError(
-            f"{_MAKING}: rank {rank} has lost torch.distributed's store, which is in the process of rank 0 unless "
+            f"{making}: rank {rank} has lost torch.distributed's store, which is in the process of rank 0 unless "
             f"torchrun or the program has put it elsewhere: that process has ended, or cannot be reached ({error})"
         ) from error
 
 
 class StoreExchange:
-    """Exchange through the store of `group`.
+    """Exchange through the store of `group`, for the workspace of a lane.
 
     Waits for rows have the timeout `timeouts.of_first`, because a rank's first op may come late. After an attempt that
     did not finish they have `timeouts.of`. Waits for outcomes always have `timeouts.of`. A PeerTimeout names the
     missing rank; a longer wait for a row names it on standard error before, once.
     """
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self._store = GroupStore(group)
+    def __init__(self, group: ProcessGroup, lane: int = lanes.ORDINARY) -> None:
+        self._store, self._lane = GroupStore(group), lane
+        self._making = _MAKING + lanes.said(lane)
         self._rank, self._world_size = group.rank(), group.size()
         self._group, self._number = group, 0
         # True if this rank broke off last time.
-        self._again = group in _unfinished
+        self._again = self._is_unfinished()
         self._noticed = False
         self._numbers: list[int] = []
 
     def rows(self, mine: list[int]) -> list[list[int]]:
         """Return every rank's row, in rank order."""
-        with _lost_store(self._rank):
+        with _lost_store(self._rank, self._making):
             seconds = self._patience()
-            _unfinished.add(self._group)
+            _unfinished.setdefault(self._group, set()).add(self._lane)
             if not self._number:
                 self._number = self._store.add(self._key("number", self._rank), 1)
                 self._store.set(self._key("row", self._rank), json.dumps([self._number, *mine]))
@@ -101,7 +103,7 @@ class StoreExchange:
 
     def outcomes(self, mine: list[int]) -> list[list[int]] | None:
         """Return every rank's outcome with these rows; None if a rank has started over."""
-        with _lost_store(self._rank):
+        with _lost_store(self._rank, self._making):
             self._store.set(self._key("outcome", self._rank, self._number), json.dumps([self._numbers, mine]))
             outcomes = []
             for peer in range(self._world_size):
@@ -122,25 +124,29 @@ class StoreExchange:
 
         Other ranks pass None. Raises PeerTimeout if the text does not come in time.
         """
-        with _lost_store(self._rank):
+        with _lost_store(self._rank, self._making):
             key = self._key("told", making)
             if text is not None:
                 self._store.set(key, text)
                 # All ranks have made a newer workspace: none reads the older text.
-                if (older := _told.get(self._group, key)) != key:
+                told = _told.setdefault(self._group, {})
+                if (older := told.get(self._lane, key)) != key:
                     self._store.delete_key(older)
-                _told[self._group] = key
+                told[self._lane] = key
                 return text
             waits = _waits()
             while not self._store.check([key]):
                 if (waited := next(waits)) > timeouts.of(self._group):
-                    raise PeerTimeout(_MAKING, self._rank, 0, round(waited, 3), "its measurements have not come")
+                    raise PeerTimeout(self._making, self._rank, 0, round(waited, 3), "its measurements have not come")
             found: bytes = self._store.get(key)
             return found.decode()
 
     def ended(self) -> None:
         """Record that this rank has its arenas, or knows that no rank gets them."""
-        _unfinished.discard(self._group)
+        _unfinished.get(self._group, set()).discard(self._lane)
+
+    def _is_unfinished(self) -> bool:
+        return self._lane in _unfinished.get(self._group, ())
 
     def _tidy_up(self) -> None:
         # A row means that a rank has not finished. The row is overwritten, not deleted, as a peer may be about to read
@@ -156,10 +162,10 @@ class StoreExchange:
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has started over, other ranks may have finished and not come.
-        return timeouts.of(self._group) if self._group in _unfinished else timeouts.of_first(self._group)
+        return timeouts.of(self._group) if self._is_unfinished() else timeouts.of_first(self._group)
 
     def _key(self, *parts: str | int) -> str:
-        return "/".join(map(str, ("fusedtp/arenas", *parts)))
+        return "/".join(map(str, ("fusedtp/arenas", *([f"lane {self._lane}"] if self._lane else []), *parts)))
 
     def _read(self, *parts: str | int) -> Any:
         key = self._key(*parts)
@@ -179,9 +185,8 @@ class StoreExchange:
             if what == "row" and waited > NOTICE_SECONDS and not self._noticed:
                 self._noticed = True
                 absent = [str(each) for each in range(self._world_size) if self._read("row", each) is None]
-                told = (
-                    f"fusedtp: rank {self._rank} has waited {waited:.3g} s at its first op for rank {', '.join(absent)}"
-                )
+                first = f"its first op{lanes.said(self._lane)}"
+                told = f"fusedtp: rank {self._rank} has waited {waited:.3g} s at {first} for rank {', '.join(absent)}"
                 print(f"{told}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
             if waited > seconds:
                 come, who = "it has not come" if what == "row" else "it has not made its memory", peer
@@ -196,7 +201,7 @@ class StoreExchange:
                     )
                 # Tell the missing rank, which may come late.
                 self._store.set(self._key("lost", self._rank, self._number), json.dumps(who))
-                raise PeerTimeout(_MAKING, self._rank, who, round(waited, 3), come, lost == self._rank)
+                raise PeerTimeout(self._making, self._rank, who, round(waited, 3), come, lost == self._rank)
 
     def _outcome(self, peer: int) -> Any:
         outcome = self._read("outcome", peer, self._numbers[peer])

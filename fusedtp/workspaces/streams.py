@@ -26,7 +26,8 @@ from ..memory.cuda import Driver
 
 
 @cache
-def _driver() -> Driver:
+def driver() -> Driver:
+    """Return the driver, loaded once."""
     return Driver()
 
 
@@ -70,10 +71,10 @@ class Turns:
             self._done.record(self._stream)
 
     def _begin_captured(self, stream: torch.cuda.Stream) -> None:
-        number, _, _ = _driver().capture(stream.cuda_stream)
+        number, _, _ = driver().capture(stream.cuda_stream)
         capture = self._captures.get(number)
         if capture is None:
-            _driver().add_wait(stream.cuda_stream, self._done.cuda_event)
+            driver().add_wait(stream.cuda_stream, self._done.cuda_event)
             capture = self._captures[number] = _Capture(stream, torch.cuda.Event())
             capture.ended.record(stream)
         elif stream != capture.stream:
@@ -81,11 +82,11 @@ class Turns:
         capture.stream = stream
 
     def _end_captured(self) -> None:
-        number, graph, last = _driver().capture(self._stream.cuda_stream)
+        number, graph, last = driver().capture(self._stream.cuda_stream)
         capture = self._captures[number]
         capture.ended.record(self._stream)
         if not capture.record:
-            capture.record = _driver().add_record(graph, last, self._done.cuda_event)
+            capture.record = driver().add_record(graph, last, self._done.cuda_event)
         elif new := [node for node in last if node not in capture.joined]:
-            _driver().add_edges(graph, new, capture.record)
+            driver().add_edges(graph, new, capture.record)
         capture.joined.update(last)

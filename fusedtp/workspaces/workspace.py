@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import locks
+from .. import lanes, locks
 from ..cost import hardware
 from ..cost.hardware import Hardware
 from ..errors import RanksDisagree
@@ -30,6 +30,7 @@ from .agreement import Meaning, Meanings
 from .failures import Failing
 from .rendezvous import ArenaExchange, StoreExchange
 from .steps import DeviceSteps, HostSteps
+from .stream_steps import StreamSteps
 from .streams import Turns
 
 _MIN_SLOTS = 64
@@ -58,7 +59,7 @@ def _wrap(epoch: int) -> int:
 
 
 class Workspace(Failing):
-    """One rank's view of a group's symmetric memory."""
+    """One rank's view of a group's symmetric memory, for the ops of one lane."""
 
     @outside_inference
     def __init__(
@@ -69,7 +70,9 @@ class Workspace(Failing):
         epoch: int = 0,
         seconds: float | None = None,
         make: bool = True,
+        lane: int = lanes.ORDINARY,
     ) -> None:
+        self.lane = lane
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device = device
         # True if a matmul may read a peer's memory in place. On a GPU that would load the same data many times.
@@ -84,7 +87,8 @@ class Workspace(Failing):
         self._call: locks.Open | None = None
         self._memory = memory
         self._arena: Arena | None = None
-        self.steps = HostSteps(self) if self._on_host else DeviceSteps(self)
+        self.steps: HostSteps | DeviceSteps
+        self.steps = HostSteps(self) if self._on_host else StreamSteps(self) if lane else DeviceSteps(self)
         self._tables: dict[tuple[int, ...], Tensor] = {}
         # Memory that captured graphs read and write, kept alive after the workspace has changed.
         self._captured: list[Any] = []
@@ -110,7 +114,8 @@ class Workspace(Failing):
         self._allocate(_MIN_HALF_BYTES, _MIN_SLOTS, self._host_epoch, exchange)
         # Ranks must make the same decisions, so all use rank 0's hardware.
         self.hardware = self._shared_hardware()
-        clock.drive(self.host_block[signal.CLOCK_MS.value :])
+        look = self.steps.look if isinstance(self.steps, StreamSteps) else None
+        clock.drive(self.host_block[signal.CLOCK_MS.value :], look)
         self.making = 0 if exchange is None else exchange.making
         self.made = True
 

@@ -11,9 +11,12 @@ from unittest import mock
 
 import torch
 
+from fusedtp.kernels import signal
 from fusedtp.kernels.launch import Config
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.schedules.forms import Prepared
+from fusedtp.workspaces import steps
+from fusedtp.workspaces.stream_steps import StreamSteps
 from fusedtp.workspaces.workspace import Workspace
 
 from .. import direct
@@ -147,8 +150,37 @@ def _host_ops(copies: bool) -> dict[str, Op]:
     return {f"{'copy' if copies else 'in place'}: {name}": op for name, op in ops.items()}
 
 
+def _in_lane(op: str) -> Op:
+    """Return a collective as in a lane beside ordinary calls: copies, and the steps of streams."""
+    run_copies = _host(op, algorithm="direct", copies=True)
+
+    def run(ws: Workspace, sizes: tuple[int, ...]) -> object:
+        ws.steps = HostStreamSteps(ws)
+        return run_copies(ws, sizes)
+
+    return run
+
+
+class HostStreamSteps(StreamSteps):
+    """`StreamSteps` whose stream operations are the host's, in memory of the host."""
+
+    def _write(self, rank: int, word: int, value: int) -> None:
+        steps.store_release(self._ws.addresses[rank] + 4 * word, steps.wrapping_difference(value % 2**32, 0))
+
+    def _write_to_host(self, word: int, value: int) -> None:
+        self._ws.host_block[word] = value
+
+    def _wait(self, word: int, value: int) -> None:
+        slot, source = divmod(word - signal.SIGNALS.value, self._ws.world_size)
+        beside = steps.HostSteps(self._ws)
+        beside.reach(self._ws.addresses)
+        beside.op, beside.epoch = self.op, value
+        beside.wait(source, slot)
+
+
 COPY, IN_PLACE = _host_ops(True), _host_ops(False)
-OPS = FUSED | COPIED | COPY | IN_PLACE
+LANE = {f"lane: {op}": _in_lane(op) for op in ("all_gather", "reduce_scatter")}
+OPS = FUSED | COPIED | COPY | IN_PLACE | LANE
 
 
 @contextlib.contextmanager

@@ -110,6 +110,9 @@ class _Search:
         commit = self._model.commits[number]
         if commit.kind == "wait":
             return number in self._lasting
+        if commit.others:
+            # Kernels may get the multiprocessors in any order.
+            return False
         word_lasts = commit.word not in unlasting and commit.word not in self._contested
         return word_lasts and not settling >> number & 1
 
@@ -135,6 +138,8 @@ class _Search:
             assert commit.word is not None
             return self._model.accepted(self._seen(commit.word, state), commit.epoch)
         if commit.kind == "start":
+            if commit.others:
+                return not any(state[0] & begin and not state[0] & end for begin, end in commit.others)
             running = sum(1 for each in commit.earlier if state[0] & each != each)
             return running < commit.residency
         return True

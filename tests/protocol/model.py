@@ -16,13 +16,16 @@ has closed:
 A state that is not final and has no commit left is a deadlock. Some commits only ever open windows earlier: those that
 settle nothing that matters, and waits whose condition stays true. They are taken at once (`eager`) if taking them later
 reaches nothing new, and are explored like the others if a signal's word may go back.
+
+With several lanes a rank's kernels need all its multiprocessors: one kernel runs at a time, whichever lane it is of, in
+any order. Copies and stream operations need none.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 
@@ -30,6 +33,8 @@ from .events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 Calls = Sequence[Sequence[Sequence[Kernel]]]
 # Does a wait that expects `epoch` accept a word? By the word's distance to `epoch`.
 Accepts = Callable[[int], bool]
+# More slots than an op has.
+_LANE = 1 << 20
 
 
 @dataclass
@@ -44,6 +49,8 @@ class Commit:
     # For a start: each earlier program of the kernel as the commits that end it, and how many programs may run.
     earlier: tuple[int, ...] = ()
     residency: int = 0
+    # For the start of a kernel with several lanes: start and end (bits) of the rank's other kernels.
+    others: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -144,27 +151,55 @@ class _Program:
 
 
 def build(
-    calls: Calls, *, modulus: int = 16, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0
-) -> Model:
+    calls: Calls, *, modulus: int = 16, residency: int = 0, accepts: Accepts | None = None, first_epoch: int = 0,
+    beside: Sequence[Calls] = (),
+) -> Model:  # fmt: skip
     """Return the model of calls[rank][call]. `residency`: the number of programs of a kernel that run at a time, in
     order (0: all). `accepts`: whether a wait accepts a word; by default that of `kernels.signal`, with a LEAD of
-    modulus / 4.
+    modulus / 4. `beside`: calls of other lanes. Lanes share no memory, so then only deadlocks are looked for.
     """
     model = Model(modulus, accepts or (lambda distance: 0 <= distance < modulus // 4), first_epoch)
-    for rank, ops in enumerate(calls):
+    running: list[list[tuple[int, int]]] = [[] for _ in calls]
+    for lane, rank, ops in ((lane, *each) for lane, ranks in enumerate((calls, *beside)) for each in enumerate(ranks)):
         last = {0: 0, 1: 0}
-        for call, kernels in enumerate(ops):
+        for call, recorded in enumerate(ops):
+            kernels = [_in_lane(kernel, lane) for kernel in recorded]
             ends: list[int] = []
             before = last[0]
             for index, kernel in enumerate(kernels):
                 start = last[kernel.stream] | (0 if kernel.after else before)
                 for each in kernel.after:
                     start |= ends[each]
-                end = _add_kernel(model, (rank, call, index), kernel, start, residency)
+                begin = start
+                if beside and not kernel.one_thread:
+                    name = f"rank {rank}, call {call}, {kernel.name} in lane {lane} gets the multiprocessors"
+                    begin = model.commit(name, start, "start")
+                end = _add_kernel(model, (rank, call, index), kernel, begin, residency)
+                if begin != start:
+                    running[rank].append((begin, end))
                 ends.append(end)
                 last[kernel.stream] = end
             _check_end(model, rank, call, kernels)
+    if beside:
+        model.windows.clear()
+    for kernels_of_rank in running:
+        for begin, end in kernels_of_rank:
+            model.commits[begin.bit_length() - 1].others += [each for each in kernels_of_rank if each != (begin, end)]
     return model
+
+
+def _in_lane(kernel: Kernel, lane: int) -> Kernel:
+    # Every lane has its own words.
+    return replace(
+        kernel,
+        programs=[
+            [
+                event._replace(slot=event.slot + lane * _LANE) if isinstance(event, (Raise, Wait)) else event
+                for event in events
+            ]
+            for events in kernel.programs
+        ],
+    )
 
 
 def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: int, residency: int) -> int:

@@ -1,0 +1,220 @@
+"""Lanes: ops of one group in flight at once, each in a workspace of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import fusedtp
+from fusedtp import lanes, locks
+from fusedtp.bench.ranks import RankPool
+from fusedtp.calls.operators import ready_for
+from fusedtp.kernels import signal
+from fusedtp.op import ALL_GATHER, REDUCE_SCATTER, Op
+from fusedtp.workspaces import registry, steps
+from fusedtp.workspaces.workspace import Workspace
+
+from .beside import CPU, Flags, InThread, X, own_group, until
+from .protocol.cases import HostStreamSteps
+from .virtual_ranks import local_memories, running
+
+pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
+
+
+def run(op: Op, x: Tensor, group: ProcessGroup, lane: int, schedule: str = "decomposed") -> Tensor:
+    rows = x.shape[0] // (1 if op is ALL_GATHER else group.size())
+    return ready_for(op, x, (rows,) * group.size(), group, schedule, lane=lane).run({"a": x})[0]
+
+
+def waits(group: ProcessGroup, lane: int) -> bool:
+    """Return whether this rank waits for a peer in an op of the lane."""
+    return bool(registry.get(group, CPU, lane).host_words[signal.WAITING_FOR.value])
+
+
+def in_flight(group: ProcessGroup) -> list[str]:
+    """Let rank 0 have an op in flight in each lane, while its peer is late, and end them in another order."""
+    flags, n = Flags("in flight"), group.size()
+    x = torch.randn(4 * n, 8, generator=torch.Generator().manual_seed(group.rank()))
+    ops = {lanes.ORDINARY: ALL_GATHER, lanes.GATHERS: ALL_GATHER, lanes.REDUCTIONS: REDUCE_SCATTER}
+    expected = {lane: run(op, x, group, lane) for lane, op in ops.items()}
+    assert torch.equal(expected[lanes.GATHERS], fusedtp.all_gather(x, group=group, schedule="unfused"))
+    refused = []
+    if group.rank() == 0:
+        threads = {lanes.GATHERS: InThread(lambda: run(ALL_GATHER, x, group, lanes.GATHERS))}
+        until(lambda: waits(group, lanes.GATHERS))
+        for again in (lambda: run(ALL_GATHER, x, group, lanes.GATHERS), fusedtp.destroy):
+            with pytest.raises(RuntimeError, match="is under way in thread 'the other thread'") as error:
+                again()
+            refused.append(str(error.value))
+        threads[lanes.REDUCTIONS] = InThread(lambda: run(REDUCE_SCATTER, x, group, lanes.REDUCTIONS))
+        threads[lanes.ORDINARY] = InThread(lambda: run(ALL_GATHER, x, group, lanes.ORDINARY))
+        until(lambda: all(waits(group, lane) for lane in ops))
+        flags.raise_("refused")
+        found = {lane: thread.result() for lane, thread in threads.items()}
+    else:
+        flags.wait("refused")
+        found = {lane: run(op, x, group, lane) for lane, op in reversed(ops.items())}
+    assert all(torch.equal(found[lane], expected[lane]) for lane in ops)
+    # Each lane counts its own ops.
+    assert [registry.get(group, CPU, lane).epoch for lane in ops] == [2, 2, 2]
+    return refused
+
+
+def test_a_group_has_an_op_in_flight_in_each_lane(pool: RankPool) -> None:
+    refused, others = pool.run(in_flight, world_size=2)
+    assert others == []
+    assert "in lane 1, FSDP2's gathers: ranks would run the two in different orders" in refused[0]
+    assert refused[1].startswith("destroy: ")
+
+
+def missing(group: ProcessGroup) -> str:
+    """Let rank 1 miss an op in lane 1; lane 0 goes on."""
+    for lane in (lanes.ORDINARY, lanes.GATHERS):
+        run(ALL_GATHER, X, group, lane)
+    fusedtp.set_timeout(0.5, group)
+    said = ""
+    if group.rank() == 0:
+        with pytest.raises(fusedtp.PeerTimeout) as error:
+            run(ALL_GATHER, X, group, lanes.GATHERS)
+        assert (error.value.op, error.value.peer) == ("all_gather", 1)
+        said = str(error.value)
+        with pytest.raises(fusedtp.PeerTimeout):
+            fusedtp.check(group)
+    dist.barrier(group)
+    fusedtp.set_timeout(110.0)
+    assert run(ALL_GATHER, X, group, lanes.ORDINARY).shape[0] == 2 * X.shape[0]
+    if group.rank() == 1:
+        with pytest.raises(RuntimeError, match="in lane 1, FSDP2's gathers"):
+            run(ALL_GATHER, X, group, lanes.GATHERS)
+    fusedtp.destroy(group)
+    # All lanes were given back, and are made again.
+    assert not [key for key in registry._workspaces if key[0] == group.group_name]
+    for lane in (lanes.GATHERS, lanes.ORDINARY):
+        run(ALL_GATHER, X, group, lane)
+    return said
+
+
+def test_a_timeout_names_the_peer_and_the_lane(pool: RankPool) -> None:
+    said, _ = pool.run(missing, world_size=2)
+    assert "in lane 1, FSDP2's gathers" in said
+
+
+def without_the_peer(group: ProcessGroup) -> str:
+    """Let rank 0 begin a lane alone."""
+    run(ALL_GATHER, X, group, lanes.ORDINARY)
+    fusedtp.set_timeout(0.3)
+    said = ""
+    if group.rank() == 0:
+        with pytest.raises(fusedtp.PeerTimeout) as error:
+            run(ALL_GATHER, X, group, lanes.REDUCTIONS)
+        said = str(error.value)
+    dist.barrier(group)
+    fusedtp.set_timeout(110.0)
+    fusedtp.destroy(group)
+    return said
+
+
+def test_a_lane_is_made_by_all_ranks(pool: RankPool) -> None:
+    said, _ = pool.run(without_the_peer, world_size=2)
+    assert said.startswith("making the workspace in lane 2, FSDP2's reduce-scatters: rank 0 waited 0.3")
+
+
+def refused(group: ProcessGroup) -> None:
+    with pytest.raises(ValueError, match=r"'fused' waits for peers inside kernels.* in lane 1, FSDP2's gathers"):
+        run(ALL_GATHER, X, group, lanes.GATHERS, "fused")
+    # Nothing was sent.
+    assert (run(ALL_GATHER, X, group, lanes.GATHERS, "auto") == 1).all()
+    assert (run(ALL_GATHER, X, group, lanes.ORDINARY, "fused") == 1).all()
+
+
+def test_a_schedule_that_waits_in_kernels_is_refused(pool: RankPool) -> None:
+    pool.run(refused, world_size=2)
+
+
+def gone(group: ProcessGroup) -> None:
+    """Destroy a group, and fork, while it has several lanes."""
+    with own_group(group) as other:
+        for lane in (lanes.ORDINARY, lanes.GATHERS):
+            run(ALL_GATHER, X, other, lane)
+        kept = [registry.get(other, CPU, lane) for lane in (lanes.ORDINARY, lanes.GATHERS)]
+        name = other.group_name
+        if (child := os.fork()) == 0:
+            os._exit(len(registry._workspaces) + len(locks._taken))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del other
+    until(lambda: not [key for key in registry._made_for if key[0] == name])
+    assert all(ws.failure is not None for ws in kept)
+
+
+def test_lanes_end_with_their_group(pool: RankPool) -> None:
+    pool.run(gone, world_size=2)
+
+
+class Ahead(HostStreamSteps):
+    """Steps of a stream that the host runs ahead of: a wait holds the stream alone."""
+
+    def _wait(self, word: int, value: int) -> None:
+        pass
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_a_streams_wait_has_a_time_limit(ending: bool) -> None:
+    """The clock's thread reports it, fills the halves with NaN and lets the stream go on."""
+    ws, peer = (Workspace(memory, CPU, lane=lanes.GATHERS) for memory in local_memories(2, CPU))
+    slot = signal.FIRST_SLOT.value
+    try:
+        ws.set_timeout(0.05)
+        ahead = ws.steps = Ahead(ws)
+        ws.begin("all_gather", ws.meanings.now)
+        ahead.enter("all_gather")
+        ahead.wait(1, slot)
+        ahead.look()
+        begin = time.monotonic()
+        while not ws._report[signal.REPORT.value]:
+            ahead.look(ending)
+            time.sleep(0.001)
+        assert ending or time.monotonic() - begin > 0.05
+        with pytest.raises(fusedtp.PeerTimeout) as error:
+            ws.end()
+        assert error.value.peer == 1
+        assert f"signal slot {slot}: epoch 1 expected, 0 seen in lane 1" in str(error.value)
+        assert ws.data.view(torch.bfloat16).isnan().all()
+        seen = int(ws.words[signal.SIGNALS.value + slot * 2 + 1])
+        # A stream goes on; kernels and hosts do not take the word for a signal.
+        for epoch in (1, 2):
+            assert steps.wrapping_difference(seen, epoch) >= 0
+            assert not steps.raised(seen, epoch)
+    finally:
+        ws.close()
+        peer.close()
+
+
+def test_at_most_two_ops_of_a_stream_are_in_flight() -> None:
+    """A third would write to a half that a late peer may still read."""
+    ws, peer = (Workspace(memory, CPU, lane=lanes.GATHERS) for memory in local_memories(2, CPU))
+    ahead = ws.steps = Ahead(ws)
+    words = ws.host_block.numpy()
+    try:
+        for _ in range(2):
+            with running(ws, "all_gather"), mock.patch.object(ws, "_refuse_words"):
+                ahead.enter("all_gather")
+                ws.words[signal.EPOCH.value] += 1
+        third = InThread(lambda: ahead._wait_for_half(ws.next_epoch()))
+        time.sleep(0.05)
+        assert third.is_alive()
+        words[signal.ENDED.value] = 1
+        third.result()
+    finally:
+        ws.close()
+        peer.close()
