@@ -18,8 +18,8 @@ ranks cannot reach each other's memory, the process group gathers and reduces, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from . import locks
+from . import lanes, locks
 from .calls import dispatch
+from .calls.dispatch import Ready
 from .calls.operators import ready_for
-from .op import ALL_GATHER, REDUCE_SCATTER
+from .op import ALL_GATHER, REDUCE_SCATTER, Op
+from .schedules import SCHEDULES
 
 __all__ = ["use"]
 
@@ -46,18 +48,22 @@ def use(model: Model, *, schedule: str = "auto") -> Model:
     Call this on every rank, after the last `fully_shard`. Results have the bits of FSDP2 with gloo on 2 ranks; on more
     ranks gradients are summed in rank order, so that two runs have the same bits.
 
-    - `schedule`: as in `fusedtp.all_gather`.
+    - `schedule`: as in `fusedtp.all_gather`, but not "fused": its kernels wait for peers, and must not do so beside
+      those of other ops.
 
     Errors:
 
-    - ValueError: no module is wrapped, or the schedule is unknown; by torch, if a module's parameters are sharded over
-      several meshes.
+    - ValueError: no module is wrapped, or the schedule is unknown or "fused"; by torch, if a module's parameters are
+      sharded over several meshes.
     - NotImplementedError, in backward: a gradient's reduction that is neither a sum nor an average.
 
-    Collectives are ordered by the stream that calls them: FSDP2's prefetch on GPUs overlaps them with compute. On a CPU
-    each ends before it returns.
+    FSDP2's prefetch overlaps gathers with compute: in backward by itself, in forward of the modules that
+    `set_modules_to_forward_prefetch` names. On a GPU they run on FSDP2's streams. On a CPU a gather runs on a thread of
+    its own until its module needs the parameters, where it raises its errors; a reduce-scatter ends before it returns.
     """
     dispatch.check_schedule(schedule)
+    if schedule != "auto":
+        SCHEDULES[schedule].check_lane("fsdp.use", lanes.GATHERS)
     modules = [each for each in model.modules() if isinstance(each, FSDPModule)]
     if not modules:
         raise ValueError(
@@ -71,7 +77,10 @@ def use(model: Model, *, schedule: str = "auto") -> Model:
 
 
 class _Comm:
-    """Base of the two collectives: allocate the buffers that FSDP2 passes to the call."""
+    """Base of the two collectives, each in its own lane: a gather may be in flight during a reduce-scatter."""
+
+    op: ClassVar[Op]
+    lane: ClassVar[int]
 
     def __init__(self, schedule: str) -> None:
         self._schedule = schedule
@@ -80,48 +89,92 @@ class _Comm:
         """Return an undefined buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def _run(
+        self, x: Tensor, out: Tensor, rows: int, group: ProcessGroup, async_op: bool, before: Callable[[], object],
+        after: Callable[[], object],
+    ) -> dist.Work | None:  # fmt: skip
+        # Run the collective of x [R, C] into `out`, for `rows` of every rank, between `before` and `after`.
+        name, key = self.op.name, lanes.lock(str(group.group_name), self.lane)
+        ready = ready_for(self.op, x, (rows,) * group.size(), group, self._schedule, lane=self.lane)
+        if not ready.is_prepared:
+            # The first op of a lane makes its workspace, collectively: in the order of the calls.
+            lanes.wait_for_others(key, name)
+        in_flight = async_op and not _blocks(ready.prepared())
+
+        def run() -> None:
+            before()
+            ready.run({"a": x, "out": out})
+            after()
+
+        return lanes.run(key, name + lanes.said(self.lane), run, (x, out), in_flight=in_flight)
+
 
 class _AllGather(_Comm):
     """FSDP2's all-gather, for `FSDPModule.set_custom_all_gather`."""
+
+    op, lane = ALL_GATHER, lanes.GATHERS
 
     @locks.one
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> None:
-        """Gather `input_tensor` [n] of all ranks into `output_tensor` [ranks * n]."""
+    ) -> dist.Work | None:
+        """Gather `input_tensor` [n] of all ranks into `output_tensor` [ranks * n].
+
+        Returns the op in flight on a CPU, where FSDP2 waits for what is returned, and with `async_op`. Its `wait`
+        returns when the tensor is there, or raises the op's error; on a GPU it holds the current stream.
+        """
         out, own = output_tensor, input_tensor
         if out.dtype == torch.uint8 and own.numel() % 2 == 0:
             # Kernels move 16 bits; uint8 is what FSDP2 makes of parameters with several dtypes.
             out, own = out.view(torch.bfloat16), own.view(torch.bfloat16)
         if not own.numel():
-            return
+            return None
         mine = out.view(group.size(), -1)[group.rank()]
-        if own.data_ptr() != mine.data_ptr():
-            mine.copy_(own)
+
+        def copy_own() -> None:
+            if own.data_ptr() != mine.data_ptr():
+                mine.copy_(own)
+
         rows, columns = _matrix(own.numel())
-        ready = ready_for(ALL_GATHER, mine.view(rows, columns), (rows,) * group.size(), group, self._schedule)
-        ready.run({"a": mine.view(rows, columns), "out": out.view(-1, columns)})
+        x, whole = mine.view(rows, columns), out.view(-1, columns)
+        return self._run(x, whole, rows, group, async_op or out.is_cpu, copy_own, _nothing)
 
 
 class _ReduceScatter(_Comm):
     """FSDP2's reduce-scatter, for `FSDPModule.set_custom_reduce_scatter`."""
 
+    op, lane = REDUCE_SCATTER, lanes.REDUCTIONS
+
     @locks.one
     @torch.no_grad()
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Sum `input_tensor` [ranks * n] over ranks, and put this rank's part in `output_tensor` [n]."""
+    ) -> dist.Work | None:
+        """Sum `input_tensor` [ranks * n] over ranks, and put this rank's part in `output_tensor` [n].
+
+        With `async_op` returns the op in flight, as the gather does.
+        """
         factor = _factor(op, group.size())
         if not output_tensor.numel():
-            return
+            return None
+
+        def scale() -> None:
+            if factor is not None:
+                output_tensor.mul_(factor)
+
         rows, columns = _matrix(output_tensor.numel())
-        x = input_tensor.view(-1, columns)
-        ready = ready_for(REDUCE_SCATTER, x, (rows,) * group.size(), group, self._schedule)
-        ready.run({"a": x, "out": output_tensor.view(rows, columns)})
-        if factor is not None:
-            output_tensor.mul_(factor)
+        x, mine = input_tensor.view(-1, columns), output_tensor.view(rows, columns)
+        return self._run(x, mine, rows, group, async_op, _nothing, scale)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _blocks(ready: Ready) -> bool:
+    # Ops of a process group on a CPU, from several threads, would be in another order on every rank.
+    return ready.ws is None and not ready.on_gpu
 
 
 def _matrix(length: int) -> tuple[int, int]:

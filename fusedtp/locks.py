@@ -54,7 +54,7 @@ def alone(key: _Key, op: str, function: Callable[P, R], *args: P.args, **kwargs:
     try:
         # `setdefault` is atomic: only the first thread gets its own entry.
         if (holder := _taken.setdefault(key, mine)) is not mine:
-            _refuse(key, holder, op)
+            refuse(key, holder, op)
         return function(*args, **kwargs)
     finally:
         # No calls here: Python handles signals at calls, so no interruption comes before the lock is released.
@@ -68,7 +68,8 @@ def is_mine(key: _Key) -> bool:
     return holder is not None and holder[0] == threading.get_ident()
 
 
-def _refuse(key: _Key, holder: tuple[int, str], op: str) -> NoReturn:
+def refuse(key: _Key, holder: tuple[int, str], op: str) -> NoReturn:
+    """Raise RuntimeError: `holder`, a thread and its op, is in the way of `op`."""
     what, name = key
     number, other = holder
     thread = next((each.name for each in threading.enumerate() if each.ident == number), "one that has ended")
@@ -94,6 +95,15 @@ _here = _Here()
 def current() -> Open | None:
     """Return the call that this thread is in, or None."""
     return _here.call
+
+
+def within(call: Open | None, function: Callable[[], R]) -> R:
+    """Call the function in this thread as a part of `call`, which was made in another."""
+    try:
+        _here.call = call
+        return function()
+    finally:
+        _here.call = None
 
 
 def one(function: Callable[P, R]) -> Callable[P, R]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
 import fusedtp.fsdp
-from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
+from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, lanes
 from fusedtp.bench.ranks import RankPool
 
+from .beside import Flags
 from .harness import last_path, mesh_of, spread
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -118,10 +122,50 @@ def steps(group: ProcessGroup, name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "schedule", "world_size"), [(*each, n) for each in spread(list(OPTIONS), ["auto"]) for n in (2, 3)]
-    + [("float32", "unfused", 2), ("float32", "fused", 2)],
+    + [("float32", "unfused", 2), ("float32", "decomposed", 2)],
 )  # fmt: skip
 def test_steps_are_those_of_the_process_group(pool: RankPool, name: str, schedule: str, world_size: int) -> None:
     pool.run(steps, name, schedule, world_size=world_size)
+
+
+def prefetched(group: ProcessGroup) -> None:
+    """Hold rank 1 before a gather, until rank 0 has computed beside that gather, in forward and in backward."""
+    flags, mesh = Flags("prefetched"), mesh_of(group)
+    theirs, ours = (sharded(mesh, nn.Sequential(*dense(), *dense())) for _ in range(2))
+    fusedtp.fsdp.use(ours)
+    blocks: list[Any] = list(ours.children())
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+    compare(step(ours), step(theirs), exact=True)
+    for model in (ours, theirs):
+        model.zero_grad()
+    computed: list[str] = []
+
+    def computes(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if group.rank() == 0 and name not in computed:
+                (lane,) = (each for key, each in lanes._lanes.items() if repr(group.group_name) in key[1])
+                assert [each.is_completed() for each in lane.ops] == [False]
+                computed.append(name)
+                flags.raise_(name)
+
+        return hook
+
+    # Of the four gathers of each pass, that of block 2, and that of block 1.
+    held, gather, numbers = {2: "forward", 6: "backward"}, fusedtp.fsdp._AllGather.__call__, itertools.count()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        if (number := next(numbers)) in held and group.rank() == 1:
+            flags.wait(held[number])
+        return gather(*args, **kwargs)
+
+    blocks[1].up.register_forward_hook(computes("forward"))
+    blocks[2].up.register_full_backward_hook(computes("backward"))
+    with mock.patch.object(fusedtp.fsdp._AllGather, "__call__", late):
+        found = step(ours)
+    compare(found, step(theirs), exact=True)
+    assert next(numbers) == 8
+    assert computed == (["forward", "backward"] if group.rank() == 0 else [])
 
 
 def accumulated(group: ProcessGroup) -> None:
@@ -182,7 +226,7 @@ def saved(group: ProcessGroup) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-@pytest.mark.parametrize("check", [accumulated, scaled, several_dtypes, by_columns, saved])
+@pytest.mark.parametrize("check", [prefetched, accumulated, scaled, several_dtypes, by_columns, saved])
 def test_on_two_ranks(pool: RankPool, check: Callable[[ProcessGroup], None]) -> None:
     pool.run(check, world_size=2)
 
@@ -228,6 +272,8 @@ def refused(group: ProcessGroup) -> None:
     model = sharded(mesh_of(group))
     with pytest.raises(ValueError, match="schedule must be one of"):
         fusedtp.fsdp.use(model, schedule="fast")
+    with pytest.raises(ValueError, match="'fused' waits for peers inside kernels"):
+        fusedtp.fsdp.use(model, schedule="fused")
     comm = fusedtp.fsdp._ReduceScatter("auto")
     with pytest.raises(NotImplementedError, match="must be SUM, AVG or PREMUL_SUM"):
         comm(torch.zeros(1), torch.zeros(group.size()), group, dist.ReduceOp.MAX)

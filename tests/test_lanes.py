@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import lanes, locks
+from fusedtp import fsdp, lanes, locks
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.operators import ready_for
 from fusedtp.kernels import signal
@@ -23,8 +25,11 @@ from fusedtp.workspaces import registry, steps
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, InThread, X, own_group, until
+from .modelled_cuda import Cuda, Stream, running_on
 from .protocol.cases import HostStreamSteps
 from .virtual_ranks import local_memories, running
+
+GATHER, REDUCE = fsdp._AllGather("auto"), fsdp._ReduceScatter("auto")
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 
@@ -125,6 +130,152 @@ def without_the_peer(group: ProcessGroup) -> str:
 def test_a_lane_is_made_by_all_ranks(pool: RankPool) -> None:
     said, _ = pool.run(without_the_peer, world_size=2)
     assert said.startswith("making the workspace in lane 2, FSDP2's reduce-scatters: rank 0 waited 0.3")
+
+
+def gathered(group: ProcessGroup, value: float) -> tuple[Tensor, dist.Work]:
+    """Start a gather of 6 values a rank."""
+    out = torch.empty(6 * group.size())
+    work = GATHER(out, torch.full((6,), value + group.rank()), group, async_op=True)
+    assert work is not None
+    return out, work
+
+
+def in_order(group: ProcessGroup) -> None:
+    """Let rank 0 start gathers, and reduce beside them, while its peer reduces first."""
+    flags, n = Flags("in order"), 6
+
+    def reduced(op: dist.ReduceOp, **how: bool) -> tuple[Tensor, dist.Work | None]:
+        out = torch.empty(n)
+        return out, REDUCE(out, torch.arange(2.0 * n) * (1 + group.rank()), group, op, **how)
+
+    gathered(group, 0.0)[1].wait()
+    reduced(dist.ReduceOp.SUM)
+    if group.rank() == 0:
+        started = [gathered(group, 10.0 * i) for i in range(3)]
+        # A call in turn would have to wait: in another thread it is refused.
+        for call in (lambda: gathered(group, 0.0), lambda: GATHER(torch.empty(12), torch.empty(n), group)):
+            with pytest.raises(
+                RuntimeError, match="all_gather in lane 1, FSDP2's gathers is under way in thread 'Main"
+            ):
+                InThread(call).result()
+        flags.raise_("ahead")
+    else:
+        flags.wait("ahead")
+    whole, _ = reduced(dist.ReduceOp.SUM)
+    mean, summed = reduced(dist.ReduceOp.AVG, async_op=True)
+    assert summed is not None
+    assert summed.wait()
+    assert torch.equal(whole, 3 * torch.arange(2.0 * n).chunk(2)[group.rank()])
+    assert torch.equal(mean, whole / 2)
+    if group.rank() == 0:
+        assert not any(work.is_completed() for _, work in started)
+        flags.raise_("reduced")
+    else:
+        flags.wait("reduced")
+        started = [gathered(group, 10.0 * i) for i in range(3)]
+    # In any order; the last first.
+    for i, (out, work) in reversed(list(enumerate(started))):
+        assert work.wait()
+        assert out.tolist() == [10.0 * i] * 6 + [10.0 * i + 1] * 6
+    with torch.inference_mode():
+        out, work = gathered(group, 5.0)
+        work.wait()
+    assert out.is_inference()
+    # In turn, after one in flight.
+    _, first = gathered(group, 1.0)
+    in_turn = torch.empty(12)
+    lanes.run(lanes.lock(group.group_name, lanes.GATHERS), "op", lambda: in_turn.fill_(1), [in_turn], in_flight=False)
+    assert first.is_completed()
+
+
+def test_ops_of_a_lane_are_in_flight_in_order(pool: RankPool) -> None:
+    pool.run(in_order, world_size=2)
+
+
+def lost(group: ProcessGroup) -> None:
+    """Let rank 1 miss a gather that is in flight on rank 0."""
+    gathered(group, 0.0)[1].wait()
+    fusedtp.set_timeout(0.3, group)
+    if group.rank() == 0:
+        started = [gathered(group, 1.0)[1] for _ in range(2)]
+        for work in started:
+            for _ in range(2):
+                with pytest.raises(fusedtp.PeerTimeout, match=r"rank 0 waited 0.3.* for rank 1.* in lane 1") as error:
+                    work.wait()
+                assert error.value.peer == 1
+            assert not work.is_success()
+        with pytest.raises(RuntimeError, match=r"has not ended within 0\.05 s"):
+            never_ends().wait(timedelta(seconds=0.05))
+        gathered(group, 1.0)
+    dist.barrier(group)
+    fusedtp.set_timeout(110.0)
+    fusedtp.destroy(group)
+    assert not lanes._untold
+    gathered(group, 0.0)[1].wait()
+
+
+def never_ends() -> dist.Work:
+    work = lanes.run(("lane", "of a test"), "op", lambda: time.sleep(1), [X], in_flight=True)
+    assert work is not None
+    return work
+
+
+def test_an_error_is_raised_where_an_op_is_waited_for(pool: RankPool) -> None:
+    pool.run(lost, world_size=2)
+
+
+def test_a_child_has_no_ops_in_flight_of_its_parent() -> None:
+    work = never_ends()
+    if (child := os.fork()) == 0:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            os._exit("forked" in str(error))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert work.wait()
+
+
+def test_a_lane_has_a_stream_on_a_gpu() -> None:
+    """An op in flight comes after the caller's earlier work and before its work after `wait`; no other order holds."""
+    cuda = Cuda(2)
+    _, side = cuda.streams
+    tensors = [mock.Mock(device=torch.device("cuda")), mock.Mock(device=torch.device("cuda"))]
+
+    def on(stream: Stream) -> contextlib.ExitStack:
+        before, cuda.current = cuda.current, stream
+        stack = contextlib.ExitStack()
+        stack.callback(setattr, cuda, "current", before)
+        return stack
+
+    lanes._stream.cache_clear()
+    with (
+        running_on(cuda),
+        mock.patch.object(torch.cuda, "Stream", return_value=side),
+        mock.patch.object(torch.cuda, "stream", on),
+        mock.patch.object(Stream, "wait_stream", lambda self, other: cuda.fork(other, self), create=True),
+    ):
+        cuda.put("before")
+        started = [
+            lanes.run(("lane", "g"), "op", partial(cuda.put, f"op {i}"), tensors, in_flight=True) for i in range(2)
+        ]
+        cuda.put("beside")
+        for i, work in enumerate(started):
+            assert isinstance(work, dist.Work)
+            work.wait()
+            cuda.put(f"after op {i}")
+        lanes.run(("lane", "g"), "op", partial(cuda.put, "in turn"), tensors, in_flight=False)
+    lanes._stream.cache_clear()
+    numbers = {work: number for work, number, _ in cuda.ran}
+    after = {work: {name for name, number in numbers.items() if number in earlier} for work, _, earlier in cuda.ran}
+    assert after["op 0"] == {"before"}
+    assert after["op 1"] == {"before", "op 0"}
+    assert after["beside"] == {"before"}
+    assert after["after op 0"] == {"before", "op 0", "beside"}
+    assert after["after op 1"] == {"before", "op 0", "op 1", "beside", "after op 0"}
+    assert "after op 1" in after["in turn"]
+    for each in tensors:
+        each.record_stream.assert_called_with(side)
 
 
 def refused(group: ProcessGroup) -> None:

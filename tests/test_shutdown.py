@@ -106,9 +106,37 @@ def live(rank):
     assert status == 0, status
     use()
 
+def gather(value):
+    import fusedtp.fsdp
+    own = torch.full((4,), value)
+    out = torch.empty(8)
+    return out, fusedtp.fsdp._AllGather("auto")(out, own, dist.group.WORLD, async_op=True)
+
+def nobody_waits(rank):
+    # Both ranks make the op, and it ends while the processes do.
+    out, work = gather(1.0)
+
+def in_flight(rank):
+    out, work = gather(1.0)
+    work.wait()
+    assert (out == 1).all()
+    if rank == 0:
+        gather(2.0)
+
+def failed(rank):
+    gather(1.0)[1].wait()
+    fusedtp.set_timeout(0.2)
+    if rank == 0:
+        out, work = gather(2.0)
+        while not work.is_completed():
+            pass
+
 # What is imported stays, and need not be visited when each process ends.
 gc.freeze()
-ends = live, ours_first, theirs_first, theirs_alone, at_exit, graph_alive, in_del, raised, again
+ends = (
+    live, ours_first, theirs_first, theirs_alone, at_exit, graph_alive, in_del, raised, again, nobody_waits, in_flight,
+    failed,
+)
 started = {}
 for scenario in ends:
     for rank in range(2):
@@ -132,7 +160,15 @@ if started is None:
     init(scenario.__name__, rank)
     scenario(rank)
 """
-ENDS = ["live", "ours_first", "theirs_first", "theirs_alone", "at_exit", "graph_alive", "in_del", "raised", "again"]
+ENDS = [
+    "live", "ours_first", "theirs_first", "theirs_alone", "at_exit", "graph_alive", "in_del", "raised", "again",
+    "nobody_waits", "in_flight", "failed",
+]  # fmt: skip
+# What rank 0 says of an op that is lost.
+LOST = {
+    "in_flight": "fusedtp: all_gather in lane 1, FSDP2's gathers: the process ends while the op is in flight",
+    "failed": "fusedtp: all_gather: rank 0 waited 0.2",
+}
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +194,11 @@ def test_a_process_ends_without_a_word(ends: dict[tuple[str, int], tuple[int, st
             lines = said.replace(f"[rank{rank}]: ", "").splitlines()
             assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ValueError: planted"), said
             assert said.count("Traceback") == 1, said
+        elif name in LOST and rank == 0:
+            assert status == 1, said
+            assert said.startswith(LOST[name])
+            assert "wait()" in said
+            assert said.count("\n") == 1
         else:
             assert (status, said) == (0, "")
 

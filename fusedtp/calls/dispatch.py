@@ -177,7 +177,7 @@ class Ready(Prepared):
         self._asked_for, self._call = schedule, call
         self.version, self.on_gpu = generation.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        self._group, self._alone, self._is_prepared = generation.watch(group), group.size() == 1, False
+        self._group, self._alone, self.is_prepared = generation.watch(group), group.size() == 1, False
         # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
         self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
@@ -186,7 +186,7 @@ class Ready(Prepared):
 
     def prepared(self) -> Ready:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
-        if not self._is_prepared:
+        if not self.is_prepared:
             locks.alone(self._lock, self.task.op.name, self._prepare)
         return self
 
@@ -216,7 +216,7 @@ class Ready(Prepared):
         sums = self.on.sums if task.any_order else ""
         self.path = replace(path, reason=reason, kernel=kernel, epilogue=task.epilogue.text(self.on.where), sums=sums)
         self._interpreted = interpreted and shares
-        self._is_prepared = True
+        self.is_prepared = True
 
     def is_stale(self) -> bool:
         """Return whether `generation.version` has changed, or a graph capture has begun or ended."""
@@ -240,7 +240,7 @@ class Ready(Prepared):
 
     def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
         # The caller holds the group's lock.
-        if not self._is_prepared:
+        if not self.is_prepared:
             self._prepare()
         ws, op = self.ws, self.task.op.name
         if self.on_gpu and not self._lane and self._asked_for == "auto" and self.path.schedule != "fused":

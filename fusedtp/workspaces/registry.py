@@ -184,6 +184,7 @@ def _discard(key: _Key, why: int = 1) -> None:
         # Close first: if that is interrupted, the registry still has the workspace.
         ws.close(why)
         _workspaces.pop(key, None)
+        lanes.given_back(lanes.lock(key[0], key[2]))
 
 
 def _group_gone(made_for: ref[dist.ProcessGroup]) -> None:
