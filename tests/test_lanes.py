@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from datetime import timedelta
@@ -20,6 +21,7 @@ from fusedtp import fsdp, lanes, locks
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.operators import ready_for
 from fusedtp.kernels import signal
+from fusedtp.memory.cuda import Driver
 from fusedtp.op import ALL_GATHER, REDUCE_SCATTER, Op
 from fusedtp.workspaces import registry, steps
 from fusedtp.workspaces.workspace import Workspace
@@ -27,6 +29,7 @@ from fusedtp.workspaces.workspace import Workspace
 from .beside import CPU, Flags, InThread, X, own_group, until
 from .modelled_cuda import Cuda, Stream, running_on
 from .protocol.cases import HostStreamSteps
+from .virtual_gpu import build
 from .virtual_ranks import local_memories, running
 
 GATHER, REDUCE = fsdp._AllGather("auto"), fsdp._ReduceScatter("auto")
@@ -349,6 +352,23 @@ def test_a_streams_wait_has_a_time_limit(ending: bool) -> None:
     finally:
         ws.close()
         peer.close()
+
+
+def test_a_stream_writes_and_waits_by_the_driver() -> None:
+    """The stub's driver takes the calls' arguments, and compares as the driver does."""
+    driver, words = Driver(ctypes.CDLL(str(build.libcuda()))), torch.zeros(2, dtype=torch.int32)
+    address = words.data_ptr()
+    driver.write(0, address + 4, -(2**31))
+    assert words.tolist() == [0, -(2**31)]
+    for value in (0, -1, -(2**31) + 1):
+        driver.wait(0, address, value)
+    waiting = InThread(lambda: driver.wait(0, address, 3))
+    for value in (2, -1):
+        driver.write(0, address, value)
+        time.sleep(0.02)
+        assert waiting.is_alive()
+    driver.write(0, address, 3 + signal.LEAD.value)
+    waiting.result()
 
 
 def test_at_most_two_ops_of_a_stream_are_in_flight() -> None:

@@ -23,7 +23,7 @@ if "GPU_STUB_DEVICES" not in os.environ:
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import reference
+from fusedtp import fsdp, reference
 from fusedtp.bench import gpu, gpu_ranks
 from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
 from fusedtp.bench.ranks import RankPool
@@ -89,6 +89,48 @@ def test_collectives_and_trees(ranks: RankPool) -> None:
 def test_gathers_that_are_copied(ranks: RankPool) -> None:
     """The copies and stream writes are torch's own."""
     ranks.run(gpu_ranks.copies, gpu_ranks.TINY)
+
+
+def in_lanes(group: ProcessGroup) -> tuple[bool, str]:
+    """Gather and reduce as FSDP2 does, in flight and in turn, beside a fused op; then let rank 1 miss a gather."""
+    device, n, rank = gpu_ranks.prepare(), group.size(), group.rank()
+    gather, reduce = fsdp._AllGather("auto"), fsdp._ReduceScatter("auto")
+    terms, right = torch.arange(64.0 * n, device=device) * (1 + rank), []
+    for async_op in (False, True, True, True):
+        whole, part = torch.empty(96 * n, device=device), torch.empty(64, device=device)
+        works = [
+            gather(whole, torch.full((96,), 1.0 + rank, device=device), group, async_op=async_op),
+            reduce(part, terms, group, torch.distributed.ReduceOp.SUM, async_op=async_op),
+        ]
+        fusedtp.all_gather(torch.ones(8, 16, device=device), group=group, schedule="fused")
+        for work in works:
+            if work is not None:
+                work.wait()
+        right.append(whole.view(n, -1).mean(1).tolist() == [1.0 + each for each in range(n)])
+        sums = torch.arange(64.0 * n) * sum(range(1, n + 1))
+        right.append(torch.equal(part.cpu(), sums.chunk(n)[rank]))
+    path, said = fusedtp.last_path(), ""
+    assert path is not None
+    fusedtp.set_timeout(1.0)
+    if rank == 0:
+        work = gather(torch.empty(96 * n, device=device), torch.ones(96, device=device), group, async_op=True)
+        work.wait()
+        try:
+            fusedtp.check(group)
+        except fusedtp.PeerTimeout as error:
+            said = str(error)
+    torch.distributed.barrier(group)
+    fusedtp.set_timeout(110.0)
+    fusedtp.destroy()
+    return all(right), said
+
+
+def test_fsdp_gathers_and_reduces_in_lanes(ranks: RankPool) -> None:
+    (right, said), (also, _) = ranks.run(in_lanes)
+    assert right
+    assert also
+    assert "for rank 1" in said
+    assert "in lane 1, FSDP2's gathers" in said
 
 
 def test_captured_graphs_replay(ranks: RankPool) -> None:

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define HAS_GRAPHS
@@ -399,6 +400,15 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t count, CUs
 
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
   stub_put((Node){WRITE_32, (void *)address, .value = value}, stream);
+  return CUDA_SUCCESS;
+}
+
+// Work on a stream is done at once: its thread waits here, as for the stream's later work.
+CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
+  struct timespec pause = {0, 50000};
+  if (capture_of(stream) || flags != CU_STREAM_WAIT_VALUE_GEQ) return CUDA_ERROR_NOT_SUPPORTED;
+  if (stub_synchronize(stream)) return CUDA_ERROR_LAUNCH_FAILED;
+  while ((int)(__atomic_load_n((unsigned *)address, __ATOMIC_ACQUIRE) - value) < 0) nanosleep(&pause, NULL);
   return CUDA_SUCCESS;
 }
 
