@@ -65,7 +65,8 @@ def apply(name: str, zs: Sequence[Tensor], out: Tensor) -> Tensor:
     function = GATED.get(name, name)
     if function == "relu":
         torch.clamp_min(zs[0], 0, out=out)
-    elif not _in_vectors(zs[0]):
+    elif not _in_vectors(zs[0]) or not out.is_contiguous():
+        # torch's gelu writes nothing to an `out` with other strides than z (torch 2.13, by oneDNN).
         out.copy_(_of(function, zs[0]))
     elif function == "silu":
         _aten.silu.out(zs[0], out=out)

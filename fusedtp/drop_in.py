@@ -34,9 +34,10 @@ from torch import Tensor
 
 from . import collectives, groups, locks, torch_private
 from .calls import arguments, autograd, dispatch, problems
+from .calls.operators import ready_for
 from .calls.parameters import PLAIN
 from .float8 import FLOAT8
-from .op import Options
+from .op import ALL_GATHER, Options
 from .scaled import Scaled
 from .switch import Switch
 from .torch_private import is_in_torch_dispatch_mode
@@ -247,7 +248,15 @@ def _all_gather_matmul(
 
 
 def _whole(A: Tensor, dim: int, group_name: str) -> Tensor:
-    whole = collectives.all_gather(A, group=group_name, gather_dim=dim, schedule=_options().schedule)
+    group, schedule = groups.resolve(group_name), _options().schedule
+    if dim == A.ndim - 1 and group.size() > 1:
+        # Straight into a contiguous tensor.
+        rows, length = A.reshape(-1, A.shape[-1]), A.shape[-1] * group.size()
+        out = A.new_empty(*A.shape[:-1], length)
+        ready = ready_for(ALL_GATHER, rows.t(), (A.shape[-1],) * group.size(), group, schedule)
+        ready.run({"a": rows.t()}, [out.view(-1, length).t()])
+        return out
+    whole = collectives.all_gather(A, group=group, gather_dim=dim, schedule=schedule)
     return _as_gathered(whole, dim, group_name)
 
 

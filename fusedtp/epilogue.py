@@ -220,19 +220,22 @@ NO_EPILOGUE = Epilogue()
 # Products of a library's matmuls, side by side. They have one activation, and a bias each.
 
 
-def ended(epilogues: Sequence[Epilogue], zs: list[Tensor]) -> list[Tensor]:
-    """Apply the steps after the matmuls to their products, in place, or beside them if they are kept."""
+def ended(epilogues: Sequence[Epilogue], zs: list[Tensor], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Apply the steps after the matmuls to their products, in place, or beside them if they are kept, as in `into`."""
     if not epilogues[0].ends:
         return zs
-    ys = into(epilogues[0], zs)
+    ys = into(epilogues[0], zs, given)
     end(epilogues, zs, ys)
     return [*ys, *zs] if epilogues[0].keeps else ys
 
 
-def into(epilogue: Epilogue, zs: list[Tensor]) -> list[Tensor]:
-    """Return the tensors for the results: the products (gated: the gate), or new ones if products are kept."""
+def into(epilogue: Epilogue, zs: list[Tensor], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    """Return the tensors for the results: the products (gated: the gate), or if those are kept, `given` or new ones."""
     first = zs[:1] if epilogue.activation in GATED else zs
-    return [torch.empty_like(z) for z in first] if epilogue.keeps else first
+    if not epilogue.keeps:
+        return first
+    outs = given or [None] * len(first)
+    return [torch.empty_like(z) if out is None else out for z, out in zip(first, outs, strict=False)]
 
 
 def end(epilogues: Sequence[Epilogue], zs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:

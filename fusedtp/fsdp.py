@@ -103,7 +103,7 @@ class _Comm:
 
         def run() -> None:
             before()
-            ready.run({"a": x, "out": out})
+            ready.run({"a": x}, [out])
             after()
 
         return lanes.run(key, name + lanes.said(self.lane), run, (x, out), in_flight=in_flight)

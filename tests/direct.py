@@ -46,9 +46,13 @@ def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **opti
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:
-    """Run a task, check the shapes of its results and return the results; options: those of `task_of`."""
+    """Run a task, check the shapes of its results and return the results.
+
+    options: those of `task_of`, and `outs`, tensors for the results.
+    """
+    into = options.pop("outs", ())
     given, task = named(op, *operands, norm=options.get("norm", "")), task_of(op, *operands, **options)
-    outs = Ready(task, schedule, group, given["a"].device).run(given)
+    outs = Ready(task, schedule, group, given["a"].device).run(given, into)
     assert [tuple(out.shape) for out in outs] == [tuple(shape) for shape in task.results(group.rank())]
     return outs
 

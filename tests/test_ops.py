@@ -71,7 +71,7 @@ SMALL_TILES = Config(
 class Call:
     """One op on a[M, K] @ b[K, N] (collectives: on [M, N]), with each length split over the ranks.
 
-    layouts: each rank's, of a, b and bias.
+    layouts: each rank's, of a, b and bias. outs: each rank's, of the tensor that it gives for the result; "" for none.
     """
 
     schedule: str
@@ -84,6 +84,7 @@ class Call:
     layouts: tuple[tuple[str, str, str], ...]
     bias: bool
     seed: int
+    outs: tuple[str, ...] = ()
 
 
 class Operands:
@@ -140,6 +141,10 @@ class Operands:
         if not call.op.endswith("all_reduce"):
             others = call.k_sizes if call.op.startswith("all_gather") else call.n_sizes
             self.options["sizes"] = others if call.option == 1 else call.m_sizes
+        self.out = None
+        if layout := call.outs[rank] if call.outs else "":
+            self.out = laid_out(torch.full_like(self.expected, torch.nan, dtype=dtype), layout)
+            self.options["outs"] = (self.out,)
 
     def issue(self, group: ProcessGroup) -> Tensor:
         """Run the task on these operands."""
@@ -148,7 +153,12 @@ class Operands:
     def check(self, out: Tensor, name: str) -> None:
         reference.check(out, self.expected, self.allowed, name)
         assert str(out.dtype) == f"torch.{self.call.dtype}", f"{name}: {out.dtype}"
-        assert out.is_contiguous(), f"{name}: strides {out.stride()}"
+        if self.out is None:
+            assert out.is_contiguous(), f"{name}: strides {out.stride()}"
+        else:
+            assert out is self.out, f"{name}: a new tensor"
+            every = out.new_empty(0).set_(out.untyped_storage())
+            assert int(every.isnan().sum()) == every.numel() - out.numel(), f"{name}: wrote beside {self.call.outs}"
         for after, before in zip((self.a, self.b, self.bias), self.originals, strict=False):
             assert after is None or torch.equal(after, before), f"{name}: wrote to an operand"
 
@@ -226,8 +236,9 @@ def calls(
         (OF_ANY[(turn + rank) % 6], OF_ANY[(turn + 2 * rank + 1) % 6], OF_ANY[(turn + rank + 2) % 6])
         for rank in range(world_size)
     )
+    outs = tuple(("", *OF_ANY)[(turn + 3 * rank) % 7] for rank in range(world_size))
     return Call(
-        schedule, *variant, dtype, m_sizes, n_sizes, k_sizes, layouts=layouts, bias=not draw(st.booleans()),
+        schedule, *variant, dtype, m_sizes, n_sizes, k_sizes, layouts=layouts, outs=outs, bias=not draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -226,8 +226,15 @@ class Ready(Prepared):
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
-    def run(self, operands: Mapping[str, Any]) -> list[Tensor]:
-        """Run the task on these operands and return its results."""
+    def run(self, operands: Mapping[str, Any], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """Run the task on these operands and return its results.
+
+        `given`: tensors for the first results, None for new ones. They may have any strides. Operands must not share
+        memory with them, except this rank's part of an all_gather's result. Raises ValueError if one does not fit.
+        """
+        if given:
+            _check_outs(self.task, self.group.rank(), self._device, given)
+            operands = {**operands, **{f"out{i or ''}": out for i, out in enumerate(given) if out is not None}}
         # A profiler shows the op as a range, whose name needs the path.
         profiled = record_function(paths.profiled_as(self.prepared().path)) if profiler_is_on() else _NOTHING
         with profiled:
@@ -273,6 +280,29 @@ class Ready(Prepared):
         group: ProcessGroup | None = self._group()
         assert group is not None
         return group
+
+
+def _check_outs(task: Task, rank: int, device: torch.device, outs: Sequence[Tensor | None]) -> None:
+    """Raise ValueError unless `outs` are tensors for the results of a task."""
+    op, shapes = task.op.name, task.results(rank)
+    # Products before an activation have the layout of its results; a norm makes its own result.
+    num_products = len(task.each("b"))
+    epilogue = task.epilogue
+    first = 1 if epilogue.norm else epilogue.num_results(num_products)
+    kept = range(first, first + (num_products if epilogue.keeps else epilogue.norm is not None))
+    if len(outs) > len(shapes):
+        raise ValueError(f"{op}: {len(outs)} tensors are given for {len(shapes)} results")
+    for i, (out, shape) in enumerate(zip(outs, shapes, strict=False)):
+        if out is None:
+            continue
+        if i in kept:
+            raise ValueError(f"{op}: result {i} must be a new tensor: products before an activation and norms are")
+        is_whole = epilogue.whole and i == len(shapes) - 1
+        expected = (tuple(shape), (task.float8 if is_whole else None) or task.dtype, device)
+        if (found := (tuple(out.shape), out.dtype, out.device)) != expected:
+            raise ValueError(f"{op}: the tensor for result {i} must be {expected}, got {found}")
+        if any(length > 1 and stride == 0 for length, stride in zip(out.shape, out.stride(), strict=True)):
+            raise ValueError(f"{op}: the tensor for result {i} has one place for several elements: {out.stride()}")
 
 
 def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,8 @@
     unfused       the collective, then the matmul, through the process group's backend: the baseline and the fallback
 
 The ops are rows of the table in `op`; `verbs` defines what a schedule provides for them. Operands are 2-D with any
-strides, and any size may be 0. `sizes` is the same tuple on every rank. Results are fresh and contiguous.
+strides, and any size may be 0. `sizes` is the same tuple on every rank. Results are new and contiguous, or in tensors
+that the caller gives, with any strides.
 """
 
 from __future__ import annotations

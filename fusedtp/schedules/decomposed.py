@@ -154,7 +154,7 @@ class DecomposedGather:
                     copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
             for each in products:
                 if each.kind == "whole":
-                    outs.append(whole.clone())
+                    outs.append(whole.clone() if each.out is None else each.out.copy_(whole))
                     continue
                 if each.transposed:
                     left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
@@ -163,19 +163,24 @@ class DecomposedGather:
                 if left.dtype in NARROW:
                     left, right = padded(left, right)
                 # The epilogue's `addend`.
-                bias = each.epilogue.bias
+                bias, out = each.epilogue.bias, None if each.epilogue.keeps else each.out
                 if trace.spans is not None:
-                    outs.append(trace.timed("multiply", -1, mm, left, right, bias))
+                    outs.append(trace.timed("multiply", -1, mm, left, right, bias, 0, out))
+                elif bias is None:
+                    outs.append(torch.mm(left, right, out=out))
                 else:
-                    outs.append(torch.mm(left, right) if bias is None else torch.addmm(bias, left, right))
-            return ended([each.epilogue for each in products], outs) if products[0].epilogue.ends else outs
+                    outs.append(torch.addmm(bias, left, right, out=out))
+            if not products[0].epilogue.ends:
+                return outs
+            return ended([each.epilogue for each in products], outs, [each.out for each in products])
         outs = []
         for each in products:
             M, N = self._shape if each.kind == "whole" else (self._shape[each.kind == "outer"], each.other.shape[1])
-            outs.append(x.new_empty((N, M) if each.transposed else (M, N)))
+            given = None if each.epilogue.keeps else each.out
+            outs.append(x.new_empty((N, M) if each.transposed else (M, N)) if given is None else given)
         epilogues, by_rows = [each.epilogue for each in products], products[0].kind == "rows"
         ends, transposed = epilogues[0].ends, products[0].transposed
-        ys = into(epilogues[0], outs) if ends else outs
+        ys = into(epilogues[0], outs, [each.out for each in products]) if ends else outs
         steps = self._ws.steps
         places = self._ws.views.get(self._key) or self._lay_out()
         parts = places[steps.epoch & 1][2]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..epilogue import NO_EPILOGUE, Epilogue
+from ..epilogue import NO_EPILOGUE, Epilogue, numbered
 from ..op import Task
 from ..shards import even_sizes
 from . import SCHEDULES
@@ -41,6 +41,14 @@ class Gathering:
         # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first. So
         # does a gather of columns that returns them: they are stored once.
         self._by_rows = (bool(task.leaves) or epilogue.whole) and task.dim == 1
+        # Names of the tensors that a caller may give for the results of each product, "" for none, and of the others.
+        count = len(self._weights)
+        num_made = epilogue.num_results(count)
+        names = numbered("out", num_made + count * epilogue.keeps + len(others))
+        self._outs = (names[:num_made] + ("",) * count)[:count]
+        self._other_outs = names[num_made + count * epilogue.keeps :]
+        begin = sum(task.sizes[: on.rank])
+        self._part = slice(begin, begin + task.sizes[on.rank])
         dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
         num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
         self._gather: Gather = on.gather(
@@ -53,20 +61,27 @@ class Gathering:
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._weights:
-            return [self._gather.whole(operands["a"], operands.get("out"))]
+            return [self._whole(operands["a"], operands.get("out"))]
         transposed, products = self._task.transposed, []
-        for b, epilogue in self._weights:
+        for (b, epilogue), out in zip(self._weights, self._outs, strict=True):
             if self._binds:
                 # `Epilogue.bind`, inlined because every small op runs this.
                 epilogue = Epilogue._make(map(operands.get, epilogue, epilogue))
-            products.append(Product(self._first, operands[b], epilogue, transposed))
+            products.append(Product(self._first, operands[b], epilogue, transposed, operands.get(out)))
         if "right" in operands:
-            products.append(Product("outer", operands["right"]))
+            products.append(Product("outer", operands["right"], out=operands.get(self._other_outs[0])))
         if self._task.epilogue.whole:
-            products.append(Product("whole", transposed=self._by_rows))
+            products.append(Product("whole", transposed=self._by_rows, out=operands.get(self._other_outs[-1])))
         if self._by_rows:
             return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
         return self._gather.multiply(operands["a"], products)
+
+    def _whole(self, x: Tensor, out: Tensor | None) -> Tensor:
+        if out is not None:
+            mine = out[self._part]
+            if (mine.data_ptr(), mine.stride()) != (x.data_ptr(), x.stride()):
+                mine.copy_(x)
+        return self._gather.whole(x, out)
 
 
 class Summing:
@@ -103,14 +118,15 @@ class Scattering(Summing):
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True, out=operands.get("out"))
-        outs = self._scatter.sum(self._epilogue.bind(operands), own=None, last=not self._gathers)
+        epilogue = self._epilogue.bind(operands)
+        outs = self._scatter.sum(epilogue, own=None, last=not self._gathers, out=operands.get("out"))
         if not self._gathers:
             return outs
         # left @ X
         lefts = [operands[name] for name in self._task.each("left") if name in operands]
-        return outs + self._gather.multiply(
-            operands["x"], [Product("outer", left.t(), NO_EPILOGUE, True) for left in lefts]
-        )
+        given = map(operands.get, numbered("out", 1 + len(lefts))[1:])
+        products = [Product("outer", left.t(), NO_EPILOGUE, True, out) for left, out in zip(lefts, given, strict=True)]
+        return outs + self._gather.multiply(operands["x"], products)
 
 
 class Reducing(Summing):
@@ -133,12 +149,12 @@ class Reducing(Summing):
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]
-        return self._scatter.sum(self._epilogue.bind(operands), own=own, last=True)
+        return self._scatter.sum(self._epilogue.bind(operands), own=own, last=True, out=operands.get("out"))
 
     def _show(self, operands: Operands) -> None:
         epilogue, own = self._epilogue.bind(operands), None if self._multiplies else operands["a"]
         self._bound, epilogue = epilogue, epilogue.rows(self._part)
-        self._out = operands["a"].new_empty(self._shape)
+        self._out = operands["out"] if "out" in operands else operands["a"].new_empty(self._shape)
         self._scatter.sum_into(epilogue, self._out, self._gather, own=own)
 
     def _finish(self, operands: Operands) -> list[Tensor]:

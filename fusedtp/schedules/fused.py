@@ -215,11 +215,11 @@ class FusedGather:
             bs.append(each.other)
             # Gate and up give one result.
             if not (outs and is_gated):
-                outs.append(x.new_empty((N, M) if transposed else (M, N)))
+                outs.append(x.new_empty((N, M) if transposed else (M, N)) if each.out is None else each.out)
             cs.append(outs[-1].t() if transposed else outs[-1])
             # If the result is transposed, z has the layout of c: only its address is needed.
             if first.keeps:
-                zs.append(torch.empty_like(outs[-1]))
+                zs.append(outs[-1].new_empty_strided(outs[-1].shape, outs[-1].stride()))
         epilogue = self._tile
         if epilogue is None:
             epilogue = epilogue_of([each.epilogue for each in in_kernel], cs, per_row=transposed, zs=zs)
@@ -423,7 +423,7 @@ class OneKernel:
         if type(a) is Quantized:
             scales = scales_of([a], [b], channel.data.view(task.dtype))
             a, b = a.data, b.data
-        out = torch.empty(task.moved, dtype=task.dtype, device=ws.device)
+        out = operands["out"] if "out" in operands else torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         arrivals = self._arrivals if self._arrivals is not None else self._zeros()
         self._launch(channel, a, b, scales, out, tile, arrivals, **self._places)
         return epilogue.with_norm(out)

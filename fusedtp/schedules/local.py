@@ -117,7 +117,7 @@ class LocalGather:
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         outs = multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
-        if products and products[-1].kind == "whole":
+        if products and products[-1].kind == "whole" and products[-1].out is None:
             # Nothing was gathered, so X may be the caller's own tensor.
             outs[-1] = outs[-1].clone()
         return outs
@@ -149,8 +149,9 @@ class LocalScatter:
             # The kernel that adds up subtrees rounds once too, with bias and residual.
             total = tree_product(terms, self._leaves, dtype=torch.float32)
             epilogue.add_to(total)
-            return epilogue.with_norm(total.to(terms[0][0].dtype))
-        return epilogue.after.finish(summed(terms, epilogue.addend))
+            made = total.to(terms[0][0].dtype)
+            return epilogue.with_norm(made if out is None else out.copy_(made))
+        return epilogue.after.finish(summed(terms, epilogue.addend, out=out))
 
 
 def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
@@ -159,36 +160,49 @@ def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> l
     for each in products:
         if each.kind == "whole":
             data: Tensor = whole.data if type(whole) is Quantized else whole
+            if each.out is not None:
+                outs.append(each.out.copy_(data.t() if each.transposed else data))
+                continue
             # A tensor without elements counts as contiguous whatever its strides.
             outs.append(data.t().clone(memory_format=torch.contiguous_format) if each.transposed else data.contiguous())
             continue
         left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
         if each.transposed:
             left, right = right.t(), left.t()
-        outs.append(mm(left, right, each.epilogue.addend, leaves))
-    return ended([each.epilogue for each in products], outs) if products[0].epilogue.ends else outs
+        outs.append(mm(left, right, each.epilogue.addend, leaves, None if each.epilogue.keeps else each.out))
+    if not products[0].epilogue.ends:
+        return outs
+    return ended([each.epilogue for each in products], outs, [each.out for each in products])
 
 
-def mm(a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0) -> Tensor:
-    """Return a [M, K] @ b [K, N] -> [M, N], plus a bias: [N], or [M, N] without leaves."""
+def mm(
+    a: Matrix, b: Matrix, bias: Tensor | None = None, leaves: int = 0, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return a [M, K] @ b [K, N] -> [M, N], plus a bias: [N], or [M, N] without leaves. out: a tensor for it."""
     if leaves:
         # Imported late: it loads Triton.
-        return tree_product([(a, b)], leaves, bias)
-    if type(a) is Quantized and type(b) is Quantized:
-        return mm_scaled(a, b, bias)
-    if a.dtype in NARROW:
-        a, b = padded(a, b)
-    return torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+        made = tree_product([(a, b)], leaves, bias)
+    elif type(a) is Quantized and type(b) is Quantized:
+        made = mm_scaled(a, b, bias)
+    else:
+        if a.dtype in NARROW:
+            a, b = padded(a, b)
+        return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+    return made if out is None else out.copy_(made)
 
 
-def summed(terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, leaves: int = 0) -> Tensor:
-    """Return the sum of terms a [M, K] @ b [K, N] (+ bias), rounded after each; float8 and leaves are rounded once."""
+def summed(
+    terms: Sequence[tuple[Matrix, Matrix]], bias: Tensor | None = None, leaves: int = 0, out: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """Return the sum of terms a [M, K] @ b [K, N] (+ bias), rounded after each; float8 and leaves are rounded once.
+
+    out: a tensor for it.
+    """
     (a, b), *others = terms
-    if leaves:
-        return tree_product(terms, leaves, bias)
-    if others and type(a) is Quantized:
-        return summed_scaled(terms, bias)
-    out = mm(a, b, bias)
+    if leaves or (others and type(a) is Quantized):
+        made = tree_product(terms, leaves, bias) if leaves else summed_scaled(terms, bias)
+        return made if out is None else out.copy_(made)
+    out = mm(a, b, bias, out=out)
     for each in others:
         out.addmm_(*padded(*each))
     return out
@@ -338,14 +352,15 @@ class PackedGather:
         wides: dict[int, Tensor] = {}
         for i, each in enumerate(products):
             if each.kind == "whole":
-                outs.append(x.data.new_empty(self._num_rows, x.shape[1]))
+                outs.append(x.data.new_empty(self._num_rows, x.shape[1]) if each.out is None else each.out)
                 continue
             # Gathered along the contraction, X lies transposed in the parts: X.T @ other is parts @ other.
             across = each.kind == "outer" and self._dim == 0
             shape = (x.shape[1] if across else self._num_rows, each.other.shape[1])
             if self._dim == 1 or across:
                 wides[i] = x.data.new_zeros(shape, dtype=torch.float32)
-            outs.append(x.new_empty(shape[::-1] if each.transposed else shape))
+            given = None if each.epilogue.keeps else each.out
+            outs.append(x.new_empty(shape[::-1] if each.transposed else shape) if given is None else given)
         for src, part in self._parts(x):
             at = slice(self._begins[src], self._begins[src + 1])
             with trace.span("multiply", src):
@@ -363,7 +378,7 @@ class PackedGather:
             # The bias of a transposed result has an element for each of its columns, the product's rows.
             made = finish(wide, products[i].other, bias[:, None] if transposed and bias is not None else bias)
             outs[i].copy_(made.t() if transposed else made)
-        return ended([each.epilogue for each in products], outs)
+        return ended([each.epilogue for each in products], outs, [each.out for each in products])
 
     @staticmethod
     def _put(product: Product, part: Quantized, at: slice, out: Tensor) -> None:

@@ -167,19 +167,21 @@ class UnfusedScatter:
     def sum(
         self, epilogue: Epilogue, *, own: Tensor | None, last: bool, out: Tensor | None = None
     ) -> list[Tensor]:  # fmt: skip
-        terms, rank = self._terms, self._on.rank
+        terms, rank, given = self._terms, self._on.rank, out
         del self._terms
-        if out is not None:
-            return [out.copy_(self._reduced(terms)[: self._sizes[rank]])]
         if not self._to_all:
             out = self._reduced(terms)[: self._sizes[rank]]
-            # Copy, so that the padded buffer is freed.
-            out = out.t().contiguous() if self._dim == 1 else out if self._even else out.clone()
+            out = out.t() if self._dim == 1 else out
+            if given is None:
+                # Copy, so that the padded buffer is freed.
+                out = out.contiguous() if self._dim == 1 else out if self._even else out.clone()
         elif terms.numel():
             with trace.span("collective"):
                 out = c10d.wait_tensor(c10d.all_reduce_(terms, "sum", self._on.group_name))
         else:
             out = terms
+        if given is not None:
+            out = given.copy_(out)
         if self._dim == 1:
             epilogue = epilogue.columns(slice(self._begins[rank], self._begins[rank + 1]))
         return epilogue.finish(out)

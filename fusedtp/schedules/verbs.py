@@ -25,13 +25,15 @@ class Product(NamedTuple):
     """Product with X, the gathered matrix.
 
     `kind` "rows" is X @ other, "outer" is X.T @ other, "whole" is X itself in a new tensor. `transposed`: the result is
-    transposed, [other's columns, ..]. Columns of the epilogue are the result's.
+    transposed, [other's columns, ..]. Columns of the epilogue are the result's. `out`: the tensor for the result, after
+    an activation; by default a new one.
     """
 
     kind: Literal["rows", "outer", "whole"]
     other: Matrix = None
     epilogue: Epilogue = NO_EPILOGUE
     transposed: bool = False
+    out: Tensor | None = None
 
 
 class GatherOf(NamedTuple):
@@ -97,7 +99,7 @@ class Scatter(Protocol):
         """Return this rank's part of the sum with the epilogue, and its norm if asked for.
 
         - `last`: no stage follows.
-        - `out`: the tensor for the sum of what was `put`; by default a new one.
+        - `out`: the tensor for the sum; by default a new one.
         """
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
