@@ -117,6 +117,16 @@ class Task:
         # Tasks are looked up at every call. These fields tell most of them apart, and equality compares all.
         return hash((self.op.name, frozenset(self.shapes.items()), self.dtype, self.sizes, self.dim, self.algorithm))
 
+    def at(self, shapes: Mapping[str, Shape], sizes: tuple[int, ...]) -> Task:
+        """Return the task on operands with other numbers of rows. Faster than `dataclasses.replace`."""
+        made = object.__new__(Task)
+        fields = vars(self).copy()
+        fields["shapes"], fields["sizes"] = shapes, sizes
+        for name in ("moved", "agreed", "_hash"):
+            fields.pop(name, None)
+        object.__setattr__(made, "__dict__", fields)
+        return made
+
     @cached_property
     def _num_weights(self) -> int:
         return sum(name == "b" or (name[0] == "b" and name[1:].isdigit()) for name in self.shapes)
@@ -129,7 +139,7 @@ class Task:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    @property
+    @cached_property
     def multiplied_in(self) -> str:
         """Return the name of the dtype of a and b."""
         if self.in_blocks:

@@ -20,6 +20,12 @@ def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
     return tuple([base + 1 if rank < extra else base for rank in range(world_size)])
 
 
+def size_class(length: int) -> int:
+    """Return the length rounded up to four significant bits: eight classes an octave."""
+    step = 1 << max(0, length.bit_length() - 4)
+    return -(-length // step) * step
+
+
 def chunk_sizes(length: int, world_size: int) -> tuple[int, ...]:
     """Return the split of `torch.chunk`, which DTensor uses: pieces of length / ranks rounded up, then the rest.
 

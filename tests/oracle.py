@@ -225,7 +225,9 @@ class Operands:
             dzs.append(gradients(case.activation, [dy.flatten(0, -2) for dy in dys[r]], zs))
             if r == rank:
                 ys = results(case.activation, zs)
-        self.expected = [tuple(part.view(*case.shape, -1) for part in (y.value, y.off)) for y in ys]
+        self.expected = [
+            tuple(part.view(*case.shape, part.shape[1]) for part in (y.value, y.off)) for y in ys
+        ]  # fmt: skip
         self.grads: dict[str, tuple[Tensor, ...]] = {}
         ones = torch.ones(len(rows[0]), 1, dtype=dtype)
         if gathers:

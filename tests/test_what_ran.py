@@ -41,7 +41,7 @@ def all_of_a_step(group: ProcessGroup) -> None:
             assert [each.op for each in ran] == STEP
             assert {each.schedule for each in ran} == {schedule}
             assert {each.reason for each in ran} == {"asked for"}
-            assert ran[-1] is fusedtp.last_path()
+            assert ran[-1] == fusedtp.last_path()
             assert fusedtp.paths() == []
             n = group.size()
             assert ran[0].shapes == f"a [8, 16], b [16, 32], float32, {n} ranks"

@@ -86,6 +86,8 @@ Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
 # A weight, or a tuple of several.
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Kernels count rows and columns of all ranks together in int32.
+MANY = 2**31
 # On meta, a call sends nothing and computes shapes only.
 DEVICES = ("cpu", "cuda", "meta")
 
@@ -277,7 +279,7 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
         return
     num_ranks = math.prod(group.size() for group in groups_used)
     lengths = (math.prod(lengths[:-2]), *lengths[-2:])
-    if num_ranks * max(lengths) >= 2**31:
+    if num_ranks * max(lengths) >= MANY:
         raise ValueError(
             f"schedule {schedule!r} has kernels for less than 2**31 rows or columns on all ranks together, got lengths "
             f"{lengths} on {num_ranks} ranks: use 'decomposed' or 'unfused'"

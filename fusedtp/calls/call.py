@@ -12,10 +12,16 @@ its kernels in the first run.
 A layer makes the same call at every step. Argument checks, planning and dispatch take longer than a small matmul, so
 calls are cached in one table. The cache key is everything that was checked. An entry is valid until
 `generation.version` changes.
+
+Numbers of rows are no part of what a call is: serving and routed experts have new ones at every step. Calls that differ
+in their rows alone share the checks, the plan, the programs and the schedule of the first of them. Each takes its own
+lengths (`Call.at`), and the last `MAX_ROWS` of them are cached.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -27,16 +33,19 @@ from torch.nn import functional as F
 
 from .. import float8, groups
 from ..epilogue import FIRST_OPTION, NO_EPILOGUE, Epilogue, numbered
-from ..op import Options
+from ..op import Options, Task
 from ..schedules.local import reads_beside
-from ..sharding.notation import parse
+from ..sharding.notation import Spec, parse
 from ..sharding.plan import Partition, Plan, plan
-from ..shards import offsets
+from ..shards import even_sizes, offsets
 from ..workspaces import generation
-from .arguments import refuse_tracing
+from .arguments import MANY, refuse_tracing
 from .dispatch import Ready, check_units
-from .problems import MAX_CALLS, Described, Settings
+from .problems import MAX_CALLS, Described, Settings, flat
 from .program import Named, Program, ProgramStep
+
+# Numbers of rows for which a call is kept. To make it again takes a few microseconds.
+MAX_ROWS = 8
 
 
 class Call:
@@ -52,18 +61,12 @@ class Call:
     def __init__(
         self, settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> None:  # fmt: skip
-        self.settings, self.numbers, self._dtype, self._device = settings, numbers, dtype, device
+        self.settings, self._dtype, self._device = settings, dtype, device
         self._formats = float8.native(device)
         spec = self._spec = parse(settings.spec)
-        lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
-        splits: dict[str, tuple[int, ...]] = {}
-        for name in spec.dim_names:
-            count, rest = rest[0], rest[1:]
-            if count:
-                splits[name], rest = tuple(rest[:count]), rest[count:]
-        self.widths = tuple(rest)
+        lengths, splits, self.widths = _read(spec, numbers)
         # Names: of the weights; of each w and its bias; of the products' gradients; of the products.
-        count = max(1, len(rest))
+        count = max(1, len(self.widths))
         self.weights, self._biases = numbered("w", count), numbered("bias", count)
         self.parameters = tuple(name for pair in zip(self.weights, self._biases, strict=True) for name in pair)
         self.dys, self.products = numbered("dy", count), numbered("z", count)
@@ -90,6 +93,63 @@ class Call:
             self._check_blocks()
         # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
         self._programs: dict[tuple[Any, ...], Program] = {}
+        # The tasks of their steps.
+        self._readies: dict[ProgramStep, Ready] = {}
+        # The first call that differs in its rows alone, and keys in `_calls` of the last ones.
+        self.first, self.has_rows = self, False
+        self.recent: deque[Any] = deque()
+        self._num_ranks = math.prod(size for _, size in places.values())
+        self._text, self._whole_rows = self._agreement()
+        self._rows = tuple([name for name in spec.a.names if name != spec.k])
+        # The row dim that is split, by its index, and whether x is split along it: otherwise the result alone is.
+        split = [i for i, name in enumerate(self._rows) if spec.a.axes(name) or spec.c.axes(name)]
+        self._split = (split[0], bool(spec.a.axes(self._rows[split[0]]))) if split else None
+        self._has_limit = settings.asked.schedule == "fused" or (
+            settings.asked.schedule == "auto" and device.type == "cuda"
+        )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        lengths, splits = self.partition.lengths, self.partition.splits
+        return (*lengths.values(), *flat([splits.get(name, ()) for name in lengths]), *self.widths)
+
+    def at(self, lengths: Mapping[str, int], splits: Mapping[str, tuple[int, ...]]) -> Call:
+        """Return the call with other lengths of its row dims. None of them may be 0, here or there."""
+        made, first = object.__new__(Call), self.first
+        # Copying attributes takes a third of the time of setting them.
+        made.__dict__ = vars(first).copy()
+        made.partition, made._programs, made._readies = first.partition.at(lengths, splits), {}, {}
+        return made
+
+    def at_rows(
+        self, rows: Sequence[int], sizes: tuple[int, ...] | None, residual: Tensor | None
+    ) -> Call | None:  # fmt: skip
+        """Return the call on an x with these lengths of its row dims, or None if they need a closer look.
+
+        - `sizes`: every rank's length of the dim that is gathered or scattered, if given.
+        - `residual`: has the rows of the result.
+        """
+        partition, whole, made = self.partition, [*rows], rows
+        splits, lengths = partition.splits, {**partition.lengths}
+        if self._split is not None:
+            at, of_x = self._split
+            ((rank, num_ranks),) = partition.place.values()
+            local = rows[at]
+            if sizes is None:
+                sizes = (local,) * num_ranks if of_x else even_sizes(local, num_ranks)
+            elif len(sizes) != num_ranks or min(sizes) < 0 or (sizes[rank] if of_x else sum(sizes)) != local:
+                return None
+            whole[at] = sum(sizes)
+            splits = {**splits, self._rows[at]: sizes}
+            if not of_x:
+                made = [*rows]
+                made[at] = sizes[rank]
+        if residual is not None and [*residual.shape[:-1]] != [*made]:
+            return None
+        if 0 in whole or (self._has_limit and self._num_ranks * math.prod(whole) >= MANY):
+            return None
+        lengths.update(zip(self._rows, whole, strict=True))
+        return self.at(lengths, splits)
 
     def plan(self) -> Plan:
         """Return the plan, which is the same on every rank."""
@@ -98,21 +158,17 @@ class Call:
         sizes = {axis: size for axis, (_, size) in self.partition.place.items()}
         return plan(self._spec, sizes=self.partition.lengths, mesh=sizes, dtype=self._dtype)
 
-    def agreement_text(self) -> str:
-        """Return the text for `agreement` of properties that a task's matrices do not show.
-
-        The text has the spec, a float8 recipe, and the lengths of unsplit row dims. It has no lengths if each rank has
-        its own rows, as in a fully sharded layer.
-        """
-        spec, lengths = self._spec, self.partition.lengths
+    def _agreement(self) -> tuple[str, tuple[tuple[str, int], ...]]:
+        # For `agreement`, of properties that a task's matrices do not show: a text of the spec and a float8 recipe, and
+        # unsplit row dims with their lengths, unless each rank has its own rows, as in a fully sharded layer.
+        spec, recipe, text = self._spec, self.settings.asked.float8, self.settings.spec
         rows = [name for name in spec.a.names if name != spec.k]
-        text, recipe = self.settings.spec, self.settings.asked.float8
         if recipe:
             text += f", float8={recipe}{' in fnuz' * (self._formats == float8.FNUZ)}"
         if any(spec.a.axes(name) and spec.a.axes(name) == spec.c.axes(name) for name in rows):
-            return text
+            return text, ()
         whole = [name for name in rows if not spec.a.axes(name) and not spec.c.axes(name)]
-        return ", ".join((text, *(f"{name}={lengths[name]}" for name in whole)))
+        return text, tuple([(name, self.partition.lengths[name]) for name in whole])
 
     def _check_blocks(self) -> None:
         # Parts of one operand's contraction are multiplied with slices of the other one, which must be whole blocks.
@@ -131,7 +187,7 @@ class Call:
         # Return this rank's shard of x, w or y, or of a tensor `name` with the same dims. Several weights count as one.
         spec, dims = self._spec, self._dims[like]
         sharding = {"x": spec.a, "w": spec.b, "y": spec.c}[like]
-        return Named(name or like, dims, tuple(self.partition.length(dim, sharding.axes(dim)) for dim in dims))
+        return Named(name or like, dims, tuple(self.partition.named(dim, sharding.axes(dim)) for dim in dims))
 
     def _blocks(self, name: str, names: Sequence[str]) -> list[Named]:
         whole, n = self._named(name), self._spec.n
@@ -143,6 +199,11 @@ class Call:
         ]
 
     def _written(self, key: tuple[Any, ...]) -> Program:
+        if self.first is not self:
+            like = self.first._programs.get(key) or self.first._written(key)
+            if not like.is_fixed:
+                program = self._programs[key] = like.at(self.partition)
+                return program
         program = Program(self.partition, self._dtype, self.settings, self._formats)
         x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
         if "x" in key:
@@ -166,14 +227,26 @@ class Call:
         assert group is not None
         return group
 
-    def _ready(self, step: ProgramStep) -> Ready:
-        ready = step.ready
-        if ready is None or ready.is_stale():
-            assert step.task is not None
-            group, asked = self._group(step.axis), self.settings.asked
-            ready = step.ready = Ready(
-                step.task, asked.schedule, group, self._device, producer=asked.producer, call=self.agreement_text()
-            )
+    def _task(self, step: ProgramStep, operands: Mapping[str, Any]) -> Task:
+        assert step.task is not None
+        return step.task if self.first is self else step.task_at(operands, self.partition)
+
+    def _ready(self, step: ProgramStep, operands: Mapping[str, Any]) -> Ready:
+        ready = self._readies.get(step)
+        if ready is not None and not ready.is_stale():
+            return ready
+        task, known, rows = self._task(step, operands), step.known, self._whole_rows
+        if rows:
+            rows = tuple([(name, self.partition.lengths[name]) for name, _ in rows])
+        if known is not None and not known.is_stale():
+            ready = known.at(task, rows)
+        else:
+            asked = self.settings.asked
+            ready = step.known = Ready(
+                task, asked.schedule, self._group(step.axis), self._device, producer=asked.producer, call=self._text,
+                rows=rows,
+            )  # fmt: skip
+        self._readies[step] = ready
         return ready
 
     def run(
@@ -195,11 +268,10 @@ class Call:
         # Every call runs this: no Python function is called but that of the task.
         key: tuple[Any, ...] = needs or (keeps, whole, *tensors)
         program = self._programs.get(key) or self._written(key)
-        tensors = {**tensors}
+        tensors, readies = {**tensors}, self._readies
         for step in program.steps:
             outs: list[Tensor]
-            if step.task is None:
-                assert step.local is not None
+            if step.local is not None:
                 outs = [*step.local(tensors)]
             else:
                 operands: dict[str, Any] = {}
@@ -214,16 +286,16 @@ class Call:
                         tensor = each.view(tensor)  # type: ignore[union-attr]
                     operands[name] = tensor
                 if fake:
-                    shapes = step.task.results(self.partition.place[step.axis][0])
+                    shapes = self._task(step, operands).results(self.partition.place[step.axis][0])
                     outs = [operands["a"].new_empty(shape) for shape in shapes]
                 else:
-                    ready = step.ready
+                    ready = readies.get(step)
                     # `is_stale`, except that a GPU's capture is checked in `_ready`.
                     if ready is None or ready.version != generation.version or ready.on_gpu or generation.gone:
-                        ready = self._ready(step)
+                        ready = self._ready(step, operands)
                     outs = ready.run(operands)
-                for i, shape in step.shapes:
-                    outs[i] = outs[i].view(shape)
+            for i, shape in step.shapes:
+                outs[i] = outs[i].view(shape)
             for name, out in zip(step.made, outs, strict=True):
                 tensors[name] = out
             for name in step.frees:
@@ -238,18 +310,73 @@ class Call:
         key = (False, False, *given)
         # A program has no task if no number of ranks sends anything.
         for step in (self._programs.get(key) or self._written(key)).steps:
-            if step.task is not None:
-                (step.ready or self._ready(step)).pass_by()
+            if step.local is None:
+                operands = {
+                    name: given[each] if isinstance(each, str) else each.view(given[each.name])
+                    for name, each in step.operands.items()
+                }
+                self._ready(step, operands).pass_by()
         return F.linear(given["x"], given["w"], given.get("bias"))
 
 
+def _read(
+    spec: Spec, numbers: Sequence[int]
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]], tuple[int, ...]]:  # fmt: skip
+    # Return the lengths, the explicit splits and the widths in the numbers of a call.
+    lengths, rest = dict(zip(spec.dim_names, numbers, strict=False)), list(numbers[len(spec.dim_names) :])
+    splits: dict[str, tuple[int, ...]] = {}
+    for name in spec.dim_names:
+        count, rest = rest[0], rest[1:]
+        if count:
+            splits[name], rest = tuple(rest[:count]), rest[count:]
+    return lengths, splits, tuple(rest)
+
+
 _calls: dict[Any, Call] = generation.table({})
+# The first of the calls that differ in their rows alone.
+_firsts: dict[Any, Call] = generation.table({})
 
 
 def _keep(key: Any, call: Call) -> Call:
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
     _calls[key] = call
+    recent = call.first.recent
+    recent.append(key)
+    if len(recent) > MAX_ROWS:
+        _calls.pop(recent.popleft(), None)
+    return call
+
+
+def _as_first(key: Any, call: Call) -> None:
+    if len(_firsts) >= MAX_CALLS:
+        _firsts.clear()
+    _firsts[key] = call.first
+
+
+def _first(key: Any) -> Call | None:
+    call = _firsts.get(key)
+    return call if call is not None and call.version == generation.version else None
+
+
+def _made(settings: Settings, numbers: tuple[int, ...], *others: Any) -> Call:
+    # Make a call, if possible from one that differs in its rows alone.
+    spec = parse(settings.spec)
+    # By bytes, rows decide the plan. A tree has other steps for uneven rows.
+    if settings.by_size or settings.leaves > 0 or len(settings.group_names) != 1:
+        return Call(settings, numbers, *others[:2])
+    lengths, splits, widths = _read(spec, numbers)
+    rows = {name: lengths[name] for name in spec.a.names if name != spec.k}
+    if 0 in rows.values():
+        return Call(settings, numbers, *others[:2])
+    fixed = tuple([(lengths[name], splits.get(name)) for name in lengths if name not in rows])
+    key = (settings, fixed, tuple([name in splits for name in rows]), widths, *others)
+    first = _first(key)
+    if first is not None:
+        return first.at(lengths, splits)
+    call = Call(settings, numbers, *others[:2])
+    _as_first(key, call)
+    call.has_rows = True
     return call
 
 
@@ -264,7 +391,7 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
             generation.changed()
         call = _calls.get(key)
         if call is None or call.version != generation.version:
-            call = _keep(key, Call(settings, tuple(numbers), dtype, device))
+            call = _keep(key, _made(settings, tuple(numbers), dtype, device, members))
         return call
     except TypeError as error:
         # Symbolic lengths of torch.compile cannot be hashed. Such a call is made once a graph and not cached.
@@ -342,5 +469,23 @@ def find(
     call = _calls.get(found)
     if call is None or call.version != generation.version:
         refuse_tracing()
+        # The key of calls that differ in their rows alone. Sizes of features are no rows.
+        sizes, shape = None, x.shape
+        if len(along) == 2 and along[0] not in (-1, len(shape) - 1):
+            sizes, key[2] = along[1], (*asked, along[0], *options[len(asked) + 2 :])
+        # Shapes follow the names: that of x is the first.
+        begin = 4 + len(given)
+        key[begin] = len(shape), shape[-1:]
+        residual = given.get("residual")
+        if residual is not None:
+            key[begin + 4 * [*given].index("residual")] = residual.shape[-1:]
+        like = tuple(key)
+        first = _first(like)
+        if first is not None:
+            call = first.at_rows(shape[:-1], sizes, residual)
+            if call is not None:
+                return _keep(found, call)
         call = _keep(found, of(*describe(problem, given, group, asked, along, epilogue), x.dtype, x.device))
+        if call.first.has_rows:
+            _as_first(like, call)
     return call

@@ -41,6 +41,7 @@ from ..memory import Unreachable
 from ..op import Task
 from ..schedules import NAMES, SCHEDULES
 from ..schedules.forms import Prepared
+from ..shards import size_class
 from ..torch_private import graph_task, profiler_is_on
 from ..workspaces import agreement, generation
 from ..workspaces.agreement import Meaning
@@ -153,14 +154,16 @@ def _know(ws: Workspace, group: ProcessGroup) -> None:
 
 
 def _shape(task: Task) -> tuple[int, int] | None:
-    # None if the caller names an algorithm: `unfused` has none to compare with.
-    return task.moved if task.algorithm == "auto" else None
+    # None if the caller names an algorithm: `unfused` has none to compare with. Lengths are rounded up by less than an
+    # eighth, which no measurement and no model tells apart, so that few decisions serve all numbers of rows.
+    rows, cols = task.moved
+    return (size_class(rows), size_class(cols)) if task.algorithm == "auto" else None
 
 
 class Ready(Prepared):
     """A task on one rank with its chosen path, which runs any number of times until `is_stale`.
 
-    - `call`: text of the call that the task is part of, for `agreement`.
+    - `call`, `rows`: text of the call that the task is part of, and lengths of its dims, for `agreement`.
     - `choice`: fields of the tile of `fused`; by default those measured to be the fastest.
 
     The first run chooses the path while it holds the group's lock: a group's first op makes the workspace, which waits
@@ -169,20 +172,45 @@ class Ready(Prepared):
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", choice: Mapping[str, int] | None = None, lane: int = lanes.ORDINARY,
+        call: str = "", rows: Sequence[tuple[str, int]] = (), choice: Mapping[str, int] | None = None,
+        lane: int = lanes.ORDINARY,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:
             groups.check_fork()
         self.task, self._device, self._producer, self._choice = task, device, producer, choice
-        self._asked_for, self._call = schedule, call
+        self._asked_for, self._call, self._rows = schedule, call, rows
         self.version, self.on_gpu = generation.version, device.type == "cuda"
         self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        self._group, self._alone, self.is_prepared = generation.watch(group), group.size() == 1, False
+        self.num_ranks = group.size()
+        self._group, self._alone, self.is_prepared = generation.watch(group), self.num_ranks == 1, False
         # Key: whether a backward pass runs.
         self._meanings: dict[bool, Meaning] = {}
+        # By schedule, as in `agreement.meaning_of`.
+        self._fixed: dict[str, dict[bool, int]] = {}
+        # For `at`: paths by what `auto` decides by, and a task with other rows by schedule, if verbs need not be made
+        # anew.
+        self._paths: dict[Any, Path] = {}
+        self._alike: dict[str, Ready] = {}
         self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
         if self._alone:
             self._prepare()
+
+    def at(self, task: Task, rows: Sequence[tuple[str, int]]) -> Ready:
+        """Return a task that differs from this one in its rows alone."""
+        made = object.__new__(Ready)
+        made.__dict__ = vars(self).copy()
+        made.task, made._rows, made._meanings = task, rows, {}
+        path = self._paths.get(self._asked_for == "auto" and _shape(task))
+        like = None if path is None else self._alike[path.schedule]
+        if path and like and like.version == generation.version and like._capturing == self._capturing:
+            made.path, made.schedule, made.ws, on = path, like.schedule, like.ws, like.on.at(task)
+            made.is_prepared = True
+            made._take(on, like.form.at(on, task))
+            return made
+        made.is_prepared = False
+        if self._alone:
+            made._prepare()
+        return made
 
     def prepared(self) -> Ready:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
@@ -192,10 +220,8 @@ class Ready(Prepared):
 
     def _prepare(self) -> None:
         task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        path = replace(
-            choose(task, self._asked_for, group, device, self._lane), shapes=paths.shapes_of(task, group.size())
-        )
-        paths.check(path)
+        path = choose(task, self._asked_for, group, device, self._lane)
+        paths.check(path, task, group.size())
         row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
         row.check_lane(task.op.name, 0 if self._alone else self._lane)
         self.version = generation.version
@@ -216,6 +242,9 @@ class Ready(Prepared):
         sums = self.on.sums if task.any_order else ""
         self.path = replace(path, reason=reason, kernel=kernel, epilogue=task.epilogue.text(self.on.where), sums=sums)
         self._interpreted = interpreted and shares
+        if not row.has_kernels or self._alone:
+            self._alike[path.schedule] = self
+            self._paths[self._asked_for == "auto" and _shape(task)] = self.path
         self.is_prepared = True
 
     def is_stale(self) -> bool:
@@ -236,14 +265,19 @@ class Ready(Prepared):
             _check_outs(self.task, self.group.rank(), self._device, given)
             operands = {**operands, **{f"out{i or ''}": out for i, out in enumerate(given) if out is not None}}
         # A profiler shows the op as a range, whose name needs the path.
-        profiled = record_function(paths.profiled_as(self.prepared().path)) if profiler_is_on() else _NOTHING
+        profiled = record_function(self._name()) if profiler_is_on() else _NOTHING
         with profiled:
             if self._alone:
                 outs: list[Tensor] = self.go(operands)
             else:
                 outs = locks.alone(self._lock, self.task.op.name, self._run, operands)
-        paths.record(replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path)
+        path = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
+        paths.record(path, self.task, self.num_ranks)
         return outs
+
+    def _name(self) -> str:
+        path, task = self.prepared().path, self.task
+        return paths.profiled_as(paths.whole(path, task.shapes, task.multiplied_in, self.num_ranks))
 
     def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
         # The caller holds the group's lock.
@@ -257,7 +291,9 @@ class Ready(Prepared):
         is_backward = graph_task() != -1
         meant = self._meanings.get(is_backward)
         if meant is None:
-            meant = agreement.meaning_of(self.task, self.path.schedule, self._device.type, self._call)
+            schedule, kind = self.path.schedule, self._device.type
+            known = self._fixed.setdefault(schedule, {})
+            meant = agreement.meaning_of(self.task, schedule, kind, self._call, self._rows, known)
             self._meanings[is_backward] = meant
         ws.begin(op, meant)
         try:
@@ -272,7 +308,7 @@ class Ready(Prepared):
 
     def pass_by(self) -> None:
         """Record the path of a one-rank task that the caller runs itself."""
-        paths.record(self.path)
+        paths.record(self.path, self.task, self.num_ranks)
 
     @property
     def group(self) -> ProcessGroup:

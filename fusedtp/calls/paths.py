@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from ..op import Task
+from ..op import Shape, Task
 from ..schedules import NAMES
 from ..switch import Switch
 from ..workspaces import generation
@@ -44,22 +46,34 @@ class Path:
         return f"Path({given})"
 
 
-_last: Path | None = None
-_ran: deque[Path] = deque(maxlen=MOST)
+# Paths without the text of their shapes, and what it is made of, if asked for: shapes, dtype, number of ranks.
+_Ran: TypeAlias = tuple[Path, "Mapping[str, Shape] | None", str, int]
+_last: _Ran | None = None
+_ran: deque[_Ran] = deque(maxlen=MOST)
 # The schedules that each `require` allows.
 _required: list[Switch[tuple[str, ...]]] = []
 
 
-def record(path: Path) -> None:
-    """Record an op that ran, for `last_path` and `paths`."""
+def record(path: Path, task: Task | None = None, num_ranks: int = 0) -> None:
+    """Record an op that ran, for `last_path` and `paths`. The path has the shapes of `task` if that is given."""
     global _last
-    _last = path
-    _ran.append(path)
+    _last = (path, None, "", 0) if task is None else (path, task.shapes, task.multiplied_in, num_ranks)
+    _ran.append(_last)
+
+
+def whole(path: Path, shapes: Mapping[str, Shape] | None, dtype: str, num_ranks: int) -> Path:
+    """Return the path with the text of these shapes, if any."""
+    return path if shapes is None else replace(path, shapes=shapes_of(shapes, dtype, num_ranks))
 
 
 def last_path() -> Path | None:
     """Return the path of this process's last op, or None before the first op."""
-    return _last
+    global _last
+    if _last is None:
+        return None
+    found = whole(*_last)
+    _last = found, None, "", 0
+    return found
 
 
 def paths() -> list[Path]:
@@ -71,7 +85,7 @@ def paths() -> list[Path]:
     ran = []
     # One at a time, because another thread may add some.
     while _ran:
-        ran.append(_ran.popleft())
+        ran.append(whole(*_ran.popleft()))
     return ran
 
 
@@ -97,10 +111,11 @@ def require(*schedules: str) -> Switch[tuple[str, ...]]:
     return switch
 
 
-def check(path: Path) -> None:
+def check(path: Path, task: Task, num_ranks: int) -> None:
     """Raise RuntimeError if `require` forbids the path's schedule."""
     for each in _required:
         if path.schedule not in each.value:
+            path = whole(path, task.shapes, task.multiplied_in, num_ranks)
             wanted = ", ".join(map(repr, each.value))
             raise RuntimeError(
                 f"{path.op} of {path.shapes} would run {path.schedule}, but fusedtp.require({wanted}) is on. "
@@ -109,10 +124,10 @@ def check(path: Path) -> None:
             )
 
 
-def shapes_of(task: Task, num_ranks: int) -> str:
+def shapes_of(shapes: Mapping[str, Shape], dtype: str, num_ranks: int) -> str:
     """Return the text of `Path.shapes`."""
-    shapes = ", ".join(f"{name} [{rows}, {cols}]" for name, (rows, cols) in task.shapes.items())
-    return f"{shapes}, {task.multiplied_in}, {num_ranks} rank{'s' * (num_ranks != 1)}"
+    text = ", ".join(f"{name} [{rows}, {cols}]" for name, (rows, cols) in shapes.items())
+    return f"{text}, {dtype}, {num_ranks} rank{'s' * (num_ranks != 1)}"
 
 
 def profiled_as(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Programs: a plan as an ordered list of tasks on matrices for one rank, with all lengths known.
 
-A program is built once for a call, which runs it on tensors, or on fakes to compute shapes only.
+A program is built once for a call, which runs it on tensors, or on fakes to compute shapes only. A call that differs in
+its rows alone takes the same steps, `at` its own lengths: views and functions read lengths from the tensors.
 
 Tensors have named dims, so a weight can be stored [N, K] if the notation says [K, N]: operands are permuted views, not
 transposed copies. The dim that a collective gathers or scatters becomes the outermost of the rows or of the
@@ -69,29 +70,28 @@ class MatrixView:
 
     - `name`: the tensor's name.
     - `order`: permutation of the dims, None for none.
-    - `flat`: whether to flatten the dims to `shape`.
+    - `dims`: number of dims that are flattened to the rows, and to the columns.
     - `shape`: [rows, cols] before the transpose.
     - `transposed`: whether to transpose last.
     """
 
     name: str
     order: tuple[int, ...] | None
-    flat: bool
+    dims: tuple[int, int]
     shape: tuple[int, int]
     transposed: bool = False
 
     @cached_property
     def how(self) -> Literal["as it is", "transposed", "viewed"]:
         """Return the kind of view that `view` makes."""
-        if self.flat or self.order not in (None, (1, 0)):
+        if self.dims != (1, 1) or self.order not in (None, (1, 0)):
             return "viewed"
         return "as it is" if (self.order is None) != self.transposed else "transposed"
 
     @classmethod
     def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> MatrixView:
         """Return x as the matrix [rows, cols]. Each of the two is a list of dims."""
-        flat = not len(rows) == len(cols) == 1
-        return cls(x.name, x.order((*rows, *cols)), flat, (x.numel(rows), x.numel(cols)))
+        return cls(x.name, x.order((*rows, *cols)), (len(rows), len(cols)), (x.numel(rows), x.numel(cols)))
 
     def t(self) -> MatrixView:
         """Return the transposed matrix."""
@@ -105,7 +105,10 @@ class MatrixView:
     def view(self, x: Tensor) -> Tensor:
         """Return the matrix view of a tensor. Copy it only if flattened dims are not contiguous."""
         x = x if self.order is None else x.permute(self.order)
-        x = x.reshape(self.shape) if self.flat else x
+        if self.dims != (1, 1):
+            # Of this tensor: `shape` may be that of other rows.
+            rows = self.dims[0]
+            x = x.reshape((math.prod(x.shape[:rows]), math.prod(x.shape[rows:])))
         return x.t() if self.transposed else x
 
 
@@ -114,10 +117,28 @@ def outermost(names: tuple[str, ...], first: str) -> tuple[str, ...]:
     return (first, *(name for name in names if name != first)) if first in names else names
 
 
-def flat_sizes(sizes: tuple[int, ...], names: tuple[str, ...], x: Named, dim: str) -> tuple[int, ...]:
-    """Return every rank's length of x's flattened dims `names`, given every rank's length of the outermost `dim`."""
-    per_index = x.numel([name for name in names if name != dim])
-    return tuple(size * per_index for size in sizes)
+class Split(NamedTuple):
+    """Split of flattened dims over the ranks of `axis`: of the outermost, `dim`, which `outer` axes have split before.
+
+    `others`: this rank's lengths of the other dims.
+    """
+
+    dim: str
+    outer: tuple[str, ...]
+    axis: str
+    others: tuple[int, ...] = ()
+
+    def along(self, x: Named, names: tuple[str, ...]) -> Split:
+        """Return the split of x's flattened dims `names`."""
+        return self._replace(others=tuple([x.length(name) for name in names if name != self.dim]))
+
+    def sizes(self, partition: Partition) -> tuple[int, ...]:
+        """Return every rank's length of the flattened dims."""
+        sizes = partition.sizes(self.dim, self.outer, self.axis)
+        if not self.others:
+            return sizes
+        per_index = math.prod(partition.again(self.others))
+        return tuple([size * per_index for size in sizes])
 
 
 class Sides(NamedTuple):
@@ -148,7 +169,7 @@ class Sides(NamedTuple):
 
 
 class Fusion(NamedTuple):
-    """Collective over an axis that is fused with a matmul: the op, its task's `dim` and `sizes`.
+    """Collective over an axis that is fused with a matmul: the op, its task's `dim`, and the `split` of its sizes.
 
     `changed`: the length that the collective changes, by dim.
     """
@@ -156,7 +177,7 @@ class Fusion(NamedTuple):
     op: Op
     axis: str
     dim: int
-    sizes: tuple[int, ...]
+    split: Split | None
     changed: dict[str, int]
 
 
@@ -192,14 +213,16 @@ Made: TypeAlias = tuple[tuple[str, ...], Sequence[int]]
 Local: TypeAlias = Callable[[dict[str, Any]], Sequence[Any]]
 
 
-@dataclass
+# Without eq, as calls look up tasks by their steps.
+@dataclass(eq=False)
 class ProgramStep:
     """A step of a program: a task over a mesh axis, or `local`, a function of this rank's tensors by name.
 
     - `made`: names of the results.
+    - `split`: of the task's sizes, if it has any.
     - `shapes`: for each result that is no matrix, its index and shape.
     - `frees`: tensors that no later step reads.
-    - `ready`: the task, prepared when it first runs.
+    - `known`: the task with some numbers of rows, prepared when it first runs.
     """
 
     reads: tuple[str, ...]
@@ -208,9 +231,35 @@ class ProgramStep:
     task: Task | None = None
     axis: str = ""
     operands: Mapping[str, MatrixView | str] = field(default_factory=dict)
+    split: Split | None = None
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frees: tuple[str, ...] = ()
-    ready: Ready | None = None
+    known: Ready | None = None
+
+    def at(self, partition: Partition) -> ProgramStep:
+        """Return the step with results in the shapes that they have with other rows."""
+        if not self.shapes:
+            return self
+        made = object.__new__(ProgramStep)
+        made.__dict__ = vars(self).copy()
+        made.shapes = tuple([(i, partition.again(shape)) for i, shape in self.shapes])
+        return made
+
+    def task_at(self, operands: Mapping[str, Any], partition: Partition) -> Task:
+        """Return the task on these operands, with other rows."""
+        first, split = self.task, self.split
+        assert first is not None
+        shapes = {**first.shapes}
+        for name, operand in operands.items():
+            # Others are a bias, or parameters of a norm.
+            if len(shape := operand.shape) == 2:
+                shapes[name] = tuple(shape)
+        return first.at(shapes, first.sizes if split is None else split.sizes(partition))
+
+
+def _shapes(tensors: Sequence[Named]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    # `ProgramStep.shapes` of results that come as matrices.
+    return tuple([(i, each.lengths) for i, each in enumerate(tensors) if len(each.dims) != 2])
 
 
 class Program:
@@ -225,11 +274,23 @@ class Program:
         self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
         self.steps: list[ProgramStep] = []
         self.results: list[tuple[str, tuple[int, ...] | None]] = []
+        # Whether a step depends on lengths that it cannot read from its tensors.
+        self.is_fixed = self.leaves > 0
         self._num_names = 0
+
+    def at(self, partition: Partition) -> Program:
+        """Return the program of a call that differs in its rows alone; of one that `is_fixed` there is none."""
+        assert not self.is_fixed
+        if not self._has_shapes:
+            return self
+        made = object.__new__(Program)
+        made.steps, made.results = [step.at(partition) for step in self.steps], self.results
+        return made
 
     def finish(self, results: Sequence[tuple[Named, tuple[str, ...]]]) -> Program:
         """Set the results, each with the order of its dims, and return the program. No step may be added afterwards."""
         self.results = [(each.name, each.order(dims)) for each, dims in results]
+        self._has_shapes = any(step.shapes for step in self.steps)
         kept = {name for name, _ in self.results}
         for step in reversed(self.steps):
             step.frees = tuple(
@@ -244,19 +305,25 @@ class Program:
         self._num_names += len(made)
         return tuple([Named(f".{begin + i}", dims, tuple(lengths)) for i, (dims, lengths) in enumerate(made)])
 
-    def add(self, local: Local, reads: Sequence[str], *made: Made) -> tuple[Named, ...]:
-        """Add a function of tensors by name, which reads these tensors and returns tensors with these dims."""
+    def add(self, local: Local, reads: Sequence[str], *made: Made, of_matrices: bool = False) -> tuple[Named, ...]:
+        """Add a function of tensors by name, which reads these tensors and returns tensors with these dims.
+
+        `of_matrices`: it returns matrices, like a task.
+        """
         tensors = self._named(made)
-        self.steps.append(ProgramStep(tuple(reads), tuple([each.name for each in tensors]), local))
+        shapes = _shapes(tensors) if of_matrices else ()
+        self.steps.append(ProgramStep(tuple(reads), tuple([each.name for each in tensors]), local, shapes=shapes))
         return tensors
 
-    def task(self, task: Task, axis: str, operands: Mapping[str, MatrixView | str], *made: Made) -> tuple[Named, ...]:
-        """Add a task over a mesh axis, whose results have these dims."""
+    def task(
+        self, task: Task, axis: str, operands: Mapping[str, MatrixView | str], *made: Made, split: Split | None = None
+    ) -> tuple[Named, ...]:  # fmt: skip
+        """Add a task over a mesh axis, whose results have these dims. `split`: of its sizes, if rows change them."""
         tensors = self._named(made)
         reads = tuple([each if isinstance(each, str) else each.name for each in operands.values()])
-        shapes = tuple([(i, each.lengths) for i, each in enumerate(tensors) if len(each.dims) != 2])
         names = tuple([each.name for each in tensors])
-        self.steps.append(ProgramStep(reads, names, task=task, axis=axis, operands=operands, shapes=shapes))
+        step = ProgramStep(reads, names, task=task, axis=axis, operands=operands, split=split, shapes=_shapes(tensors))
+        self.steps.append(step)
         return tensors
 
     def _cast(self, uses: Sequence[Use]) -> list[Named]:
@@ -349,7 +416,7 @@ class Program:
             return self.task(task, axis, operands, made)[0]
         if split:
             # Leaves would end inside a rank's rows, so every rank gathers all rows and adds them.
-            flat = flat_sizes(sizes, order, dy, dim)
+            flat = Split(dim, (), axis).along(dy, order).sizes(self.partition)
             task = Task(ALL_GATHER, {"a": matrix.size}, self.dtype, flat)
             (whole,) = self.task(task, axis, {"a": matrix}, ((".rows", n), (sum(flat), dy.length(n))))
             matrix = MatrixView.of(whole, (".rows",), (n,))
@@ -357,11 +424,13 @@ class Program:
             lambda tensors: [summed_rows(matrix.view(tensors[matrix.name]), self.leaves)], (matrix.name,), made
         )[0]
 
-    def sizes(self, step: Step, before: notation.Tensor) -> tuple[int, ...]:
-        """Return every rank's length of the dim that a step gathers, slices or scatters."""
+    def split(self, step: Step, before: notation.Tensor) -> Split:
+        """Return the split of the dim that a step gathers, slices or scatters."""
         axes = before.axes(step.dim)
-        outer = axes[:-1] if step.kind == "all_gather" else axes
-        return self.partition.sizes(step.dim, outer, step.axis)
+        return Split(step.dim, axes[:-1] if step.kind == "all_gather" else axes, step.axis)
+
+    def _length_after(self, step: Step, before: notation.Tensor) -> int:
+        return self.partition.named(step.dim, moved(before, step).axes(step.dim))
 
     def plain(self, step: Step, before: notation.Tensor, x: Named) -> Named:
         """Add a slice or a collective of x without a matmul; none over an axis of one rank."""
@@ -370,22 +439,23 @@ class Program:
             return x
         if step.kind == "all_reduce":
             return self._all_reduce(step.axis, x)
-        sizes, others = self.sizes(step, before), tuple(dim for dim in x.dims if dim != step.dim)
+        split, others = self.split(step, before), tuple(dim for dim in x.dims if dim != step.dim)
+        sizes, length = split.sizes(self.partition), self._length_after(step, before)
         if step.kind == "slice":
-            at, begin, length = x.dims.index(step.dim), sum(sizes[:place]), sizes[place]
+            self.is_fixed = True
+            at, begin = x.dims.index(step.dim), sum(sizes[:place])
             lengths = [length if i == at else each for i, each in enumerate(x.lengths)]
             name = x.name
             return self.add(lambda tensors: [tensors[name].narrow(at, begin, length)], (name,), (x.dims, lengths))[0]
         matrix = MatrixView.of(x, (step.dim,), others)
         task = Task(OPS[step.kind], {"a": matrix.size}, self.dtype, sizes, any_order=self._of_sums(OPS[step.kind]))
-        length = sum(sizes) if step.kind == "all_gather" else sizes[place]
         made = (step.dim, *others), (length, *(x.length(dim) for dim in others))
-        return self.task(task, step.axis, {"a": matrix}, made)[0]
+        return self.task(task, step.axis, {"a": matrix}, made, split=split)[0]
 
     def _all_reduce(self, axis: str, x: Named) -> Named:
         if not math.prod(x.lengths):
             return x
-        matrix = MatrixView(x.name, None, len(x.lengths) != 2, (math.prod(x.lengths[:-1]), x.lengths[-1]))
+        matrix = MatrixView(x.name, None, (len(x.dims) - 1, 1), (math.prod(x.lengths[:-1]), x.lengths[-1]))
         task = Task(ALL_REDUCE, {"a": matrix.size}, self.dtype, any_order=self.any_order)
         return self.task(task, axis, {"a": matrix}, (x.dims, x.lengths))[0]
 
@@ -433,7 +503,6 @@ class Program:
     ) -> Blocks:  # fmt: skip
         """Add the matmul, as a task if a collective is fused with it."""
         step = fused[0] if fused is not None else None
-        sizes = self.sizes(*fused) if fused is not None and fused[0].dim else ()
         # A task gathers its first operand. If the plan gathers the second, the operands are exchanged.
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
@@ -446,7 +515,7 @@ class Program:
             (MatrixView.of(left, sides.rows, sides.contraction), MatrixView.of(right, sides.contraction, sides.cols))
             for left, right in zip(lefts if is_sum else [sides.a] * len(rights), rights, strict=True)
         ]
-        fusion = None if step is None else self._fusion(step, sizes, sides)
+        fusion = None if fused is None else self._fusion(*fused, sides)
         if sides.transposed and (fusion is None or fusion.op is not ALL_GATHER_MATMUL):
             # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
@@ -457,16 +526,16 @@ class Program:
         its = float8[int(exchanged)] if float8 else None
         return self._task_of(plan, fusion, sides, pairs, epilogue, products, its)
 
-    def _fusion(self, step: Step, sizes: tuple[int, ...], sides: Sides) -> Fusion:
+    def _fusion(self, step: Step, before: notation.Tensor, sides: Sides) -> Fusion:
         if step.kind == "all_reduce":
-            return Fusion(MATMUL_ALL_REDUCE, step.axis, 0, (), {})
-        dim, on_rows = step.dim, step.dim in sides.rows
+            return Fusion(MATMUL_ALL_REDUCE, step.axis, 0, None, {})
+        split, on_rows = self.split(step, before), step.dim in sides.rows
+        changed = {step.dim: self._length_after(step, before)}
         if step.kind == "all_gather":
-            flat = flat_sizes(sizes, sides.rows if on_rows else sides.contraction, sides.a, dim)
-            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), flat, {dim: sum(sizes)})
-        flat = flat_sizes(sizes, *((sides.rows, sides.a) if on_rows else (sides.cols, sides.b)), dim)
-        changed = {dim: sizes[self.partition.place[step.axis][0]]}
-        return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), flat, changed)
+            split = split.along(sides.a, sides.rows if on_rows else sides.contraction)
+            return Fusion(ALL_GATHER_MATMUL, step.axis, int(not on_rows), split, changed)
+        split = split.along(*((sides.a, sides.rows) if on_rows else (sides.b, sides.cols)))
+        return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), split, changed)
 
     def _task_of(
         self, plan: MatmulPlan, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[MatrixView, MatrixView]],
@@ -484,8 +553,9 @@ class Program:
         operands, shapes = operands_of(op, pairs, epilogue, [each[-1] for _, each in products], like_result)
         # With a tree order the activation is always the library's, on the rounded products.
         apart = bool(self.leaves and epilogue.activation)
+        sizes = () if fusion.split is None else fusion.split.sizes(self.partition)
         task = Task(
-            op, shapes, self.dtype, fusion.sizes, fusion.dim,
+            op, shapes, self.dtype, sizes, fusion.dim,
             transposed=sides.transposed and op is ALL_GATHER_MATMUL,
             algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
             float8=float8, in_blocks=settings.blocks, leaves=self.leaves, any_order=self._of_sums(op),
@@ -494,7 +564,7 @@ class Program:
         lengths = dict(zip(sides.a.dims, sides.a.lengths, strict=True)) | fusion.changed
         dims = (*sides.rows, *sides.contraction)
         gathered = [(dims, [lengths[name] for name in dims])] if epilogue.whole else []
-        outs = self.task(task, fusion.axis, operands, *task.epilogue.results(products), *gathered)
+        outs = self.task(task, fusion.axis, operands, *task.epilogue.results(products), *gathered, split=fusion.split)
         if not apart:
             return outs
         names, left = tuple(z.name for z in outs), [Epilogue(activation=epilogue.activation, keeps=epilogue.keeps)]
@@ -505,7 +575,6 @@ class Program:
         self, pairs: Sequence[tuple[MatrixView, MatrixView]], epilogue: Epilogue, products: Sequence[Made]
     ) -> Blocks:
         each_of, made = [epilogue.of(i) for i in range(len(products))], epilogue.results(products)
-        shapes = [None if len(dims) == 2 else tuple(lengths) for dims, lengths in made]
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
             given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
@@ -514,11 +583,10 @@ class Program:
                 outs = [summed(given, bound[0].addend, self.leaves)]
             else:
                 outs = [mm(a, b, each.addend, self.leaves) for (a, b), each in zip(given, bound, strict=True)]
-            outs = ended(bound, outs)
-            return [out if shape is None else out.view(shape) for out, shape in zip(outs, shapes, strict=True)]
+            return ended(bound, outs)
 
         reads = [each.name for pair in pairs for each in pair] + [name for _, _, name in epilogue.names()]
-        return self.add(run, reads, *made)
+        return self.add(run, reads, *made, of_matrices=True)
 
     def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:
         """Add the steps for dx, then dw and db of each block; None for gradients that are not needed.
@@ -560,10 +628,10 @@ class Program:
         placed = plans.together or plans.side_by_side
         assert placed is not None
         step, before = placed
-        sizes = self.sizes(step, before)
+        split = self.split(step, before)
         rows = outermost(tuple(name for name in dy[0].dims if name != spec.n), step.dim)
         on_columns = step.dim == spec.n
-        flat = sizes if on_columns else flat_sizes(sizes, rows, dy[0], step.dim)
+        split = split if on_columns else split.along(dy[0], rows)
         # The dims contracted in the first product and in the second. An operand gathered for the second product only
         # travels with scales of its rows.
         inner, outer = (rows, n) if on_columns else (n, rows)
@@ -596,11 +664,12 @@ class Program:
         shapes = {name: each.size for name, each in operands.items()}
         float8 = casts[0]["dy"].dtype if casts[0] else None
         task = Task(
-            op, shapes, self.dtype, flat, float8=float8, leaves=self.leaves, any_order=self._of_sums(op)
+            op, shapes, self.dtype, split.sizes(self.partition), float8=float8, leaves=self.leaves,
+            any_order=self._of_sums(op),
         )  # fmt: skip
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:
-            return self.task(task, step.axis, operands, dx, *dws)
-        dw, found = self.task(task, step.axis, operands, *dws, dx)
+            return self.task(task, step.axis, operands, dx, *dws, split=split)
+        dw, found = self.task(task, step.axis, operands, *dws, dx, split=split)
         return found, dw

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,9 +34,9 @@ from .verbs import GatherOf, Product, ScatterOf, Verbs
 # On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
-# For each half: this rank's part in its arena; all parts, stacked, in its own half; and the others' parts with their
-# ranks, in the order of arrival.
-Places: TypeAlias = list[tuple[Tensor, Tensor, list[tuple[int, Tensor]]]]
+# In a half: this rank's part in its arena; all parts, stacked, in its own half; and the others' parts with their ranks,
+# in the order of arrival.
+Places: TypeAlias = tuple[Tensor, Tensor, list[tuple[int, Tensor]]]
 
 
 class Decomposed(Verbs):
@@ -53,6 +53,11 @@ class Decomposed(Verbs):
         self.before = [(ws.rank - i) % ws.world_size for i in range(1, ws.world_size)]
         self.layout = Layout()
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
+
+    def at(self, task: Task) -> Decomposed:
+        # Gathers and scatters read none of the task's rows here.
+        self.layout = Layout()
+        return self
 
     def one_shot(self, task: Task) -> bool:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
@@ -72,22 +77,44 @@ class Decomposed(Verbs):
         self.ws.steps.leave()
 
 
-class DecomposedGather:
+class Laid:
+    """Base of verbs that read and write views of the arenas.
+
+    The workspace caches the views of each half, and drops them with its arenas. They also go with the verb: a verb of
+    other rows has other views.
+    """
+
+    _ws: Workspace
+    # Of each half.
+    _keys: tuple[object, ...] = ()
+
+    def __del__(self) -> None:
+        for key in self._keys:
+            self._ws.views.pop(key, None)
+
+    def _lay_out(self) -> Any:
+        # Return the views of the half that the current op uses.
+        half = self._ws.steps.epoch & 1
+        return self._ws.keep(self._keys[half], self._views(half))
+
+    def _views(self, half: int) -> Any:
+        raise NotImplementedError
+
+
+class DecomposedGather(Laid):
     """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
 
     def __init__(self, on: Decomposed, what: GatherOf) -> None:
+        self._ws, self._keys = on.ws, (object(), object())
         sizes, other, self._dim, products, *_ = what
-        self._ws, self._sizes = on.ws, sizes
-        self._begins, self._shape = offsets(sizes), (sum(sizes), other)
-        self._dtype = on.task.dtype
-        few = max(sizes) < FEW_ROWS
-        self._at_once = bool(products) and (few or ("outer" in products and on.is_narrow))
+        self._sizes, self._begins, longest = sizes, offsets(sizes), max(sizes)
+        self._shape, self._dtype = (self._begins[-1], other), on.task.dtype
+        self._at_once = bool(products) and (longest < FEW_ROWS or ("outer" in products and on.is_narrow))
         row_bytes = other * self._dtype.itemsize
-        self._key = object()
         self._others, self._before = on.others, on.before
         # Parts of one matrix are stacked. Otherwise each part has room for the longest, if peers push it, and where it
         # is read in place, an arena has its owner's part alone.
-        stride, begins = aligned(max(sizes) * row_bytes), self._begins
+        stride, begins = aligned(longest * row_bytes), self._begins
         if self._at_once:
             num_bytes, at = begins[-1] * row_bytes, [begin * row_bytes for begin in begins[:-1]]
         elif on.ws.reads_peers:
@@ -97,16 +124,14 @@ class DecomposedGather:
         offset, self._slot = on.layout.take(num_bytes)
         self._at = [offset + each for each in at]
 
-    def _lay_out(self) -> Places:
-        # The workspace caches these views, and drops them with its arenas.
+    def _views(self, half: int) -> Places:
         ws, own = self._ws, self._ws.rank
-        places: Places = []
-        for half in (0, 1):
-            mine = self._part(half, own, own)
-            whole = ws.view(own, half, self._at[0], self._shape, self._dtype) if self._at_once else mine
-            others = [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
-            places.append((mine, whole, others))
-        return ws.keep(self._key, places)
+        if self._at_once:
+            whole = ws.view(own, half, self._at[0], self._shape, self._dtype)
+            mine = whole[self._begins[own] : self._begins[own + 1]]
+        else:
+            mine = whole = self._part(half, own, own)
+        return mine, whole, [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
 
     def _part(self, half: int, holder: int, src: int) -> Tensor:
         # Return rank src's part in rank holder's half.
@@ -121,8 +146,7 @@ class DecomposedGather:
         if not ws.reads_peers:
             self._push(rows)
             return
-        places = ws.views.get(self._key) or self._lay_out()
-        mine = places[steps.epoch & 1][0]
+        mine = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[0]
         if trace.spans is None:
             mine.copy_(rows)
         else:
@@ -135,7 +159,7 @@ class DecomposedGather:
     def _push(self, rows: Tensor) -> None:
         ws, steps, half = self._ws, self._ws.steps, self._ws.steps.epoch & 1
         if self._at_once:
-            (self._ws.views.get(self._key) or self._lay_out())[half][0].copy_(rows)
+            (ws.views.get(self._keys[half]) or self._lay_out())[0].copy_(rows)
         with travelling(ws):
             for dst in self._before:
                 self._part(half, dst, ws.rank).copy_(rows)
@@ -145,8 +169,7 @@ class DecomposedGather:
         if self._at_once:
             # Stack all parts in the own half until the op ends. Written out here, as every small op runs this.
             ws, begins, steps, outs = self._ws, self._begins, self._ws.steps, list[Tensor]()
-            places = ws.views.get(self._key) or self._lay_out()
-            _, whole, others = places[steps.epoch & 1]
+            _, whole, others = ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out()
             for src, theirs in others:
                 steps.wait(src, self._slot)
                 if ws.reads_peers:
@@ -181,9 +204,8 @@ class DecomposedGather:
         epilogues, by_rows = [each.epilogue for each in products], products[0].kind == "rows"
         ends, transposed = epilogues[0].ends, products[0].transposed
         ys = into(epilogues[0], outs, [each.out for each in products]) if ends else outs
-        steps = self._ws.steps
-        places = self._ws.views.get(self._key) or self._lay_out()
-        parts = places[steps.epoch & 1][2]
+        ws, steps = self._ws, self._ws.steps
+        parts = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[2]
         for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
             if i:
                 steps.wait(src, self._slot)
@@ -235,9 +257,8 @@ class DecomposedGather:
             out = x.new_empty(self._shape)
             with trace.span("travel", own):
                 out[begins[own] : begins[own + 1]] = x
-        steps = self._ws.steps
-        places = self._ws.views.get(self._key) or self._lay_out()
-        for src, theirs in places[steps.epoch & 1][2]:
+        ws, steps = self._ws, self._ws.steps
+        for src, theirs in (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[2]:
             steps.wait(src, self._slot)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs
@@ -279,7 +300,7 @@ class DecomposedPackedGather(PackedGather):
             yield src, unpacked(self._part(src if ws.reads_peers else own, src), self._cols[src], x)
 
 
-class DecomposedScatter:
+class DecomposedScatter(Laid):
     """`verbs.Scatter` by chunk.
 
     Terms lie in the owner's half, by rank. On a CPU all terms lie in the own half if they have few rows or the sum is
@@ -287,7 +308,7 @@ class DecomposedScatter:
     """
 
     def __init__(self, on: Decomposed, what: ScatterOf) -> None:
-        self._ws, self._dtype = on.ws, on.task.dtype
+        self._ws, self._keys, self._dtype = on.ws, (object(), object()), on.task.dtype
         sizes, other, dim, multiplies, to_all = what
         self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
         self._begins = offsets(sizes)
@@ -298,28 +319,22 @@ class DecomposedScatter:
         self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.reads_peers
         num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
-        self._key, self._others, self._before = object(), on.others, on.before
+        self._others, self._before = on.others, on.before
         # Each owner and its part of the sum, this rank last.
         owners = () if to_all else (*on.others, on.rank)
         self._owners = [(dst, slice(self._begins[dst], self._begins[dst + 1])) for dst in owners]
 
-    def _lay_out(self) -> list[tuple[Tensor, list[Tensor]]]:
-        # For each half: the own terms, if they are in one place; and every rank's terms of this rank's part. The
-        # workspace caches these views, and drops them with its arenas.
+    def _views(self, half: int) -> tuple[Tensor, list[Tensor]]:
+        # The own terms, if they are in one place, and every rank's terms of this rank's part.
         ws, rank, every = self._ws, self._ws.rank, range(self._ws.world_size)
         rows = self._begins[-1] if self._to_all else self._sizes[rank]
-        places = []
-        for half in (0, 1):
-            if self._in_own:
-                mine = self._view(half, rank, 0, self._begins[-1])
-                at, shape = self._offset + self._begins[rank] * self._row_bytes, (rows, self._other)
-                terms = [ws.view(src, half, at, shape, self._dtype) for src in every]
-            else:
-                in_theirs = self._to_all and ws.reads_peers
-                mine = self._view(half, rank, rank, rows)
-                terms = [self._view(half, src if in_theirs else rank, src, rows) for src in every]
-            places.append((mine, terms))
-        return ws.keep(self._key, places)
+        if self._in_own:
+            mine = self._view(half, rank, 0, self._begins[-1])
+            at, shape = self._offset + self._begins[rank] * self._row_bytes, (rows, self._other)
+            return mine, [ws.view(src, half, at, shape, self._dtype) for src in every]
+        in_theirs = self._to_all and ws.reads_peers
+        mine = self._view(half, rank, rank, rows)
+        return mine, [self._view(half, src if in_theirs else rank, src, rows) for src in every]
 
     def _view(self, half: int, holder: int, src: int, rows: int) -> Tensor:
         # Return rank src's terms in rank holder's half: `rows` rows, or columns with dim 1.
@@ -329,7 +344,7 @@ class DecomposedScatter:
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         ws, steps = self._ws, self._ws.steps
         if self._in_own or self._to_all:
-            mine = (ws.views.get(self._key) or self._lay_out())[steps.epoch & 1][0]
+            mine = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[0]
             _multiply_into(terms, mine, -1)
             self._show(mine)
             return
@@ -347,7 +362,7 @@ class DecomposedScatter:
     def put(self, x: Tensor) -> None:
         ws, epoch = self._ws, self._ws.steps.epoch
         if self._to_all:
-            mine = (ws.views.get(self._key) or self._lay_out())[epoch & 1][0]
+            mine = (ws.views.get(self._keys[epoch & 1]) or self._lay_out())[0]
             trace.timed("travel", -1, mine.copy_, x)
             self._show(mine)
             return
@@ -381,7 +396,7 @@ class DecomposedScatter:
         ws, steps = self._ws, self._ws.steps
         for src in self._others:
             steps.wait(src, self._slot)
-        terms = (ws.views.get(self._key) or self._lay_out())[steps.epoch & 1][1]
+        terms: list[Tensor] = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[1]
         if own is not None and not self._to_all:
             terms = [*terms[: ws.rank], own[self._part], *terms[ws.rank + 1 :]]
         return terms

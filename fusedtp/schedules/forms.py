@@ -8,7 +8,7 @@ runs the stages one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -24,13 +24,31 @@ if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
 
-class Gathering:
+# Methods of a form. A form has no attribute with them: it would be freed late, with its views of the arenas.
+Stages: TypeAlias = tuple[Callable[[Operands], Any], ...]
+
+
+class Form:
+    """Base of the forms that are written over any schedule's verbs."""
+
+    def at(self, on: Verbs, task: Task) -> Form:
+        """Return the form of a task that differs in its rows alone, over verbs of that task."""
+        made = object.__new__(type(self))
+        made.__dict__ = vars(self).copy()
+        made._take(on, task)
+        return made
+
+    def _take(self, on: Verbs, task: Task) -> None:
+        # Take verbs for the task's rows.
+        raise NotImplementedError
+
+
+class Gathering(Form):
     """Form of all_gather, and of all_gather_matmul with any number of products. Operands: see `op`."""
 
     def __init__(self, on: Verbs, task: Task) -> None:
-        rows, cols = task.shapes["a"]
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        self._task, epilogue = task, task.epilogue
+        epilogue = task.epilogue
         self._weights = [(b, epilogue.of(i)) for i, b in enumerate(task.each("b"))]
         self._binds = any(epilogue.operands)
         # `right` is multiplied with rows.
@@ -47,14 +65,19 @@ class Gathering:
         names = numbered("out", num_made + count * epilogue.keeps + len(others))
         self._outs = (names[:num_made] + ("",) * count)[:count]
         self._other_outs = names[num_made + count * epilogue.keeps :]
+        num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
+        self._gathered = (0, (), num_columns) if self._by_rows else (task.dim, products, num_columns)
+        self._take(on, task)
+
+    def _take(self, on: Verbs, task: Task) -> None:
+        self._task = task
         begin = sum(task.sizes[: on.rank])
         self._part = slice(begin, begin + task.sizes[on.rank])
-        dim, kinds = (0, ()) if self._by_rows else (task.dim, products)
-        num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
-        self._gather: Gather = on.gather(
-            GatherOf(task.sizes, cols if task.dim == 0 else rows, dim, kinds, result=num_columns)
-        )
-        self.stages = self._start, self._finish
+        self._gather: Gather = on.gather(GatherOf(task.sizes, task.shapes["a"][1 - task.dim], *self._gathered))
+
+    @property
+    def stages(self) -> Stages:
+        return self._start, self._finish
 
     def _start(self, operands: Operands) -> None:
         self._gather.start(operands["a"].t() if self._by_rows else operands["a"])
@@ -84,14 +107,16 @@ class Gathering:
         return self._gather.whole(x, out)
 
 
-class Summing:
+class Summing(Form):
     """Base of the forms that sum terms, which are products or the operand itself."""
 
-    def __init__(self, task: Task) -> None:
-        self._task, self._multiplies, self._gathers = task, task.op.multiplies, "x" in task.shapes
+    def __init__(self, on: Verbs, task: Task) -> None:
+        self._multiplies, self._gathers = task.op.multiplies, "x" in task.shapes
         self._lefts, self._rights, self._epilogue = task.each("a"), task.each("b"), task.epilogue.of(0)
+        self._task: Task
         self._scatter: Scatter
         self._gather: Gather
+        self._take(on, task)
 
     def _start(self, operands: Operands) -> None:
         if self._gathers:
@@ -106,14 +131,17 @@ class Summing:
 class Scattering(Summing):
     """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
-        super().__init__(task)
+    def _take(self, on: Verbs, task: Task) -> None:
+        self._task = task
         M, N = task.moved
         self._scatter = on.scatter(ScatterOf(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
         if self._gathers:
             x = GatherOf(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
             self._gather = on.gather(x)
-        self.stages = self._start, self._finish
+
+    @property
+    def stages(self) -> Stages:
+        return self._start, self._finish
 
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
@@ -132,12 +160,12 @@ class Scattering(Summing):
 class Reducing(Summing):
     """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
-        super().__init__(task)
+    def _take(self, on: Verbs, task: Task) -> None:
+        self._task = task
         M, N = task.moved
-        if on.one_shot(task):
+        self._to_all = on.one_shot(task)
+        if self._to_all:
             self._scatter = on.scatter(ScatterOf((M,), N, 0, self._multiplies, to_all=True))
-            self.stages: tuple[Any, ...] = self._start, self._sum
             return
         sizes = even_sizes(M, on.world_size)
         self._scatter = on.scatter(ScatterOf(sizes, N, 0, self._multiplies))
@@ -145,7 +173,10 @@ class Reducing(Summing):
         begin = sum(sizes[: on.rank])
         # This rank's part of the sum.
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
-        self.stages = self._start, self._show, self._finish
+
+    @property
+    def stages(self) -> Stages:
+        return (self._start, self._sum) if self._to_all else (self._start, self._show, self._finish)
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]
@@ -183,9 +214,12 @@ class Prepared:
         self.task, self.schedule = task, schedule
         # One rank has nothing to share.
         self.ws = ws if ws is not None and ws.world_size > 1 else None
-        on = self.on = self._verbs(group, how)
-        self.form: Any = on.form() or FORMS.get(task.op.name, FORMS[task.op.kind])(on, task)
-        *self._before, self._last = self.form.stages
+        on = self._verbs(group, how)
+        self._take(on, on.form() or FORMS.get(task.op.name, FORMS[task.op.kind])(on, task))
+
+    def _take(self, on: Any, form: Any) -> None:
+        self.on, self.form = on, form
+        *self._before, self._last = form.stages
         # The task's needs of a half of each arena, and of the signals.
         self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
         self.slots: int = 0 if self.ws is None else on.layout.slots

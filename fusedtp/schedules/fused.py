@@ -371,7 +371,9 @@ class FusedRing:
         region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
         self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 
-        self.stages = (self._run,)
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        return (self._run,)
 
     def _run(self, operands: Operands) -> list[Tensor]:
         ws, x = self._ws, operands["a"]
@@ -410,7 +412,10 @@ class OneKernel:
         )  # fmt: skip
         self._arrivals: Tensor | None = None
         self._tile = None if any(self._epilogue.operands) else epilogue_of([self._epilogue])
-        self.stages = (self._run,)
+
+    @property
+    def stages(self) -> tuple[Any, ...]:
+        return (self._run,)
 
     def _run(self, operands: Operands) -> list[Tensor]:
         task, ws = self._task, self._ws

@@ -94,6 +94,9 @@ class Alone(Verbs):
     def __init__(self, leaves: int = 0) -> None:
         self._leaves = leaves
 
+    def at(self, task: Task) -> Alone:
+        return self
+
     def one_shot(self, task: Task) -> bool:
         return True
 

@@ -9,6 +9,7 @@ import torch
 
 from ..cost.overlap import IN_SWITCH, ONE_SHOT, TWO_SHOT, way_of
 from ..op import Task
+from ..shards import size_class
 from ..workspaces.workspace import Workspace
 
 # A side stream for each stream that ops run on: virtual ranks of a process must not wait for each other's copies.
@@ -27,9 +28,14 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
         return ONE_SHOT
     if task.algorithm == TWO_SHOT or len(task.each("b")) > 1:
         return IN_SWITCH if switch else TWO_SHOT
-    rows, cols = task.moved
-    alone = not task.op.multiplies
-    found = way_of(rows, cols, ws.world_size, task.dtype_name, ws.hardware, schedule, alone=alone, switch=switch)
+    # Few decisions serve all numbers of rows, as in `dispatch`.
+    rows, cols = map(size_class, task.moved)
+    alone, dtype, machine = not task.op.multiplies, task.dtype_name, ws.hardware
+
+    def decide() -> str:
+        return way_of(rows, cols, ws.world_size, dtype, machine, schedule, alone=alone, switch=switch)
+
+    found = ws.decided((way, schedule, rows, cols, dtype, alone, switch, id(machine)), decide)
     # The model has no switch for a CPU: there kernels visit the ranks one by one.
     return IN_SWITCH if switch and ws.reads_peers and found == TWO_SHOT else found
 

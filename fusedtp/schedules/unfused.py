@@ -34,6 +34,9 @@ class Unfused(Verbs):
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
 
+    def at(self, task: Task) -> Unfused:
+        return self
+
     def one_shot(self, task: Task) -> bool:
         """Return True: the backend has an all-reduce, and chooses its algorithm."""
         return True

@@ -124,6 +124,10 @@ class Verbs(Protocol):
     sums: str = ""
     layout: Any = None
 
+    def at(self, task: Task) -> Any:
+        """Return the verbs for a task that differs in its rows alone. Those of kernels are made anew instead."""
+        raise NotImplementedError
+
     def form(self) -> Any:
         """Return the schedule's own form of the task, or None for one of `forms`."""
         return None

@@ -13,7 +13,7 @@ way wins ties; `reason` names the way that it was compared with.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TypeAlias
@@ -49,8 +49,34 @@ class Partition:
             return self.lengths[dim]
         return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
 
+    def at(self, lengths: Mapping[str, int], splits: Mapping[str, tuple[int, ...]]) -> Partition:
+        """Return the partition with other lengths. Faster than the constructor."""
+        made = object.__new__(Partition)
+        object.__setattr__(made, "__dict__", {"lengths": lengths, "place": self.place, "splits": splits})
+        return made
+
+    def named(self, dim: str, axes: tuple[str, ...]) -> int:
+        """Return `length` as a `Length`; a compiler's symbol as it is."""
+        length = self.length(dim, axes)
+        if type(length) is not int:
+            return length
+        found = Length(length)
+        found.dim, found.axes = dim, axes
+        return found
+
+    def again(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return lengths of another partition of the spec as they are in this one."""
+        return tuple([self.length(each.dim, each.axes) if type(each) is Length else each for each in lengths])
+
     def shape(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(self.length(dim.name, dim.axes) for dim in tensor.dims)
+
+
+class Length(int):
+    """Length of a dim on this rank that names the dim and the axes that split it: with other rows it is another."""
+
+    dim: str
+    axes: tuple[str, ...]
 
 
 # An H100 by its data sheet: 990 TFLOP/s of dense bf16 over 450 GB/s of NVLink one way.

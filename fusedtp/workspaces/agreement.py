@@ -5,6 +5,9 @@ memory and return garbage. So every op carries a fingerprint of its meaning besi
 compare fingerprints when they wait for each other. A fingerprint does not cover the values of tensors, such as a bias
 that is added once.
 
+The fingerprint is made of two: of the text, without numbers of rows, which is hashed once; and of those numbers, which
+are hashed at every new call. The text with its numbers is only made for an error.
+
 A rank that finds a difference writes its meaning, as text, into its own arena. Then it waits for the texts of all ranks
 that have entered the same epoch. Those ranks find the difference too, at the latest in `leave`. The workspace is not
 used again, so no text is written twice.
@@ -16,7 +19,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -29,16 +32,26 @@ from ..torch_private import graph_task
 _MAX_KEPT = 4096
 
 
-@dataclass(frozen=True)
 class Meaning:
-    """Meaning of an op on one rank: names and values, as text, and a 64-bit hash of them."""
+    """Meaning of an op on one rank: names and values, as text, and a 64-bit hash of them.
 
-    values: Mapping[str, str]
-    fingerprint: int = field(init=False)
+    The text may be a function, which is called for an error.
+    """
 
-    def __post_init__(self) -> None:
-        digest = blake2b(json.dumps(self.values).encode(), digest_size=8).digest()
-        object.__setattr__(self, "fingerprint", int.from_bytes(digest, "little", signed=True))
+    def __init__(
+        self, values: Mapping[str, str] | Callable[[], Mapping[str, str]], fingerprint: int | None = None
+    ) -> None:  # fmt: skip
+        self._values = values
+        self.fingerprint = _hash_of(self.values) if fingerprint is None else fingerprint
+
+    @property
+    def values(self) -> Mapping[str, str]:
+        return self._values() if callable(self._values) else self._values
+
+
+def _hash_of(values: Mapping[str, str]) -> int:
+    digest = blake2b(json.dumps(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def in_backward() -> bool:
@@ -46,37 +59,64 @@ def in_backward() -> bool:
     return bool(graph_task() != -1)
 
 
-def meaning_of(task: Task, schedule: str, device: str, call: str = "") -> Meaning:
-    """Return the meaning of a task in this thread, on a kind of device.
+# Values that `Task.sizes` and `Task.moved` decide. Other rows change no other values.
+_OF_ROWS = frozenset(("sizes", "M", "N", "K", "columns"))
 
-    `call` is text of the call that the task is part of, which matrices do not show.
-    """
+
+def _said(
+    task: Task, schedule: str, device: str, call: str, rows: Sequence[tuple[str, int]], backward: bool
+) -> dict[str, str]:  # fmt: skip
     values = {
         "op": task.op.name,
-        "pass": "backward" if in_backward() else "forward",
+        "pass": "backward" if backward else "forward",
         "device": device,
         "dtype": task.dtype,
         "order": f"a tree of {task.leaves} leaves" if task.leaves else "any" if task.any_order else "that of ranks",
         "schedule": schedule,
         **task.agreed,
-        "call": call,
+        "call": ", ".join((call, *(f"{name}={length}" for name, length in rows))),
     }
-    return Meaning({name: str(value) for name, value in values.items()})
+    return {name: str(value) for name, value in values.items()}
+
+
+def meaning_of(
+    task: Task, schedule: str, device: str, call: str = "", rows: Sequence[tuple[str, int]] = (),
+    known: dict[bool, int] | None = None,
+) -> Meaning:  # fmt: skip
+    """Return the meaning of a task in this thread, on a kind of device.
+
+    - `call`: text of the call that the task is part of, which matrices do not show.
+    - `rows`: names and lengths of dims of that call.
+    - `known`: hashes of the text without numbers, by whether a backward pass runs. Tasks that differ in their rows
+      alone, and calls of them, share it.
+    """
+    backward = in_backward()
+    text = partial(_said, task, schedule, device, call, rows, backward)
+    fixed = None if known is None else known.get(backward)
+    if fixed is None:
+        said = text() | {"call": call}
+        fixed = _hash_of({name: value for name, value in said.items() if name not in _OF_ROWS})
+        if known is not None:
+            known[backward] = fixed
+    # Python hashes numbers alike in every process.
+    return Meaning(text, hash((fixed, *task.sizes, *task.moved, *[length for _, length in rows])))
 
 
 class Meanings:
-    """Meanings of one rank's ops of one group."""
+    """Meanings of one rank's ops of one group. `keeps`: whether an op may be told of later than the next one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
         self.now = Meaning({})  # by the current op
         self._by_fingerprint: dict[int, Meaning] = {}
 
     def take(self, meant: Meaning) -> None:
         """Record the meaning of an op, before the op."""
-        if self.now is not meant:
+        self.now = meant
+        if self._keeps:
             if len(self._by_fingerprint) >= _MAX_KEPT:
                 self._by_fingerprint.clear()
-            self.now = self._by_fingerprint[meant.fingerprint] = meant
+            self._by_fingerprint[meant.fingerprint] = meant
 
     def by_fingerprint(self, fingerprint: int) -> Meaning:
         """Return the meaning of the op with that fingerprint, or the current op's if it is no longer kept."""

@@ -37,6 +37,8 @@ _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
 # Size of the cache of views. Making a view takes longer than a lookup.
 _MAX_VIEWS = 1024
+# Number of cached tables of row offsets, because numbers of rows may never repeat.
+_MAX_TABLES = 32
 # Size of the cache of decisions, because shapes may never repeat. All ranks make a decision again from the same data.
 _MAX_DECISIONS = 4096
 
@@ -80,7 +82,8 @@ class Workspace(Failing):
         self.slots = self.half_bytes = 0
         self.seconds = timeouts.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
-        self.meanings = Meanings()
+        # On a CPU an op has ended when its call returns.
+        self.meanings = Meanings(keeps=not self._on_host)
         self.made = False
         self._op, self._progress = "", _NO_OP
         # The call that ran the last op of which peers may have seen a part.
@@ -251,11 +254,11 @@ class Workspace(Failing):
         """Return the row offsets of `sizes` on the device (int32, world_size + 1)."""
         table = self._tables.get(sizes)
         if table is None:
-            if len(self._tables) >= _MAX_VIEWS and not self._capturing():
-                # A kernel on another stream may still read a table.
+            if len(self._tables) >= _MAX_TABLES and not self._capturing():
+                oldest = self._tables.pop(next(iter(self._tables)))
                 if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                self._tables.clear()
+                    # This op's stream waits for the ops of all streams, which may read the table.
+                    oldest.record_stream(torch.cuda.current_stream(self.device))
             table = self._tables[sizes] = self._made_table(sizes)
         if not self._on_host and self._capturing():
             self._captured.append(table)
@@ -263,16 +266,20 @@ class Workspace(Failing):
 
     @outside_inference
     def _made_table(self, sizes: tuple[int, ...]) -> Tensor:
-        return torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+        if self._on_host or self._capturing():
+            return torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+        # A copy from pageable memory would wait for the device.
+        table = torch.tensor(offsets(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
+        return table.to(self.device, non_blocking=True)
 
     def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return a contiguous tensor of `shape` and `dtype`, `offset` bytes into rank `peer`'s half for `epoch`."""
-        key = (peer, epoch & 1, offset, shape, dtype)
-        view: Tensor | None = self.views.get(key)
-        if view is None:
-            begin = self.data_offset + (epoch & 1) * self.half_bytes + offset
-            view = self.keep(key, self._made_view(peer, begin, shape, dtype))
-        return view
+        """Return a contiguous tensor of `shape` and `dtype`, `offset` bytes into rank `peer`'s half for `epoch`.
+
+        `offset` is a multiple of the dtype's size.
+        """
+        key = peer, epoch & 1, dtype
+        half, begin = self.views.get(key) or self.keep(key, self._half(*key))
+        return half.as_strided(shape, (shape[1], 1), begin + offset // dtype.itemsize)
 
     def keep(self, key: object, views: Kept) -> Kept:
         """Cache `views` until the cache is full or the arenas are replaced, and return them."""
@@ -292,9 +299,12 @@ class Workspace(Failing):
         return found
 
     @outside_inference
-    def _made_view(self, peer: int, begin: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def _half(self, peer: int, half: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+        # Return a half as one row, and the place of its first element in its storage.
         assert self._arena is not None
-        return self._arena.tensors[peer][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        begin = self.data_offset + half * self.half_bytes
+        row = self._arena.tensors[peer][begin : begin + self.half_bytes].view(dtype)
+        return row, int(row.storage_offset())
 
     def take_epoch(self) -> int:
         """Return the epoch of an op that runs from the host, and record that the op sends."""

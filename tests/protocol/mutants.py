@@ -81,7 +81,7 @@ MUTANTS = (
     ),
     Mutant(
         "one half instead of two, host", "in place: all_gather",
-        _edit(Workspace, "view", "(epoch & 1) *", "(epoch & 0) *"), says="overwritten",
+        _edit(Workspace, "view", "epoch & 1", "epoch & 0"), says="overwritten",
     ),
     Mutant(
         "flag reset after the wait", "gather rows",
