@@ -56,9 +56,9 @@ class Partition:
         return made
 
     def named(self, dim: str, axes: tuple[str, ...]) -> int:
-        """Return `length` as a `Length`; a compiler's symbol as it is."""
+        """Return `length` as a `Length`; beside a compiler's symbols as it is, because they multiply plain numbers."""
         length = self.length(dim, axes)
-        if type(length) is not int:
+        if any(type(each) is not int for each in self.lengths.values()):
             return length
         found = Length(length)
         found.dim, found.axes = dim, axes
