@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .operands import Outputs, pick, stride_of
+from .blocks import MOST_UNROLLED, pick, stride_of
+from .operands import Outputs
 from .signal import or_nan
 
 # Fewest columns that a tile with an activation stores at a time: 64 bytes of a row of 16-bit elements.
@@ -26,8 +27,9 @@ PART_COLUMNS = tl.constexpr(32)
 class TileEpilogue(NamedTuple):
     """Steps before a tile of the result is rounded; None leaves a step out.
 
-    - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column, and
-      is contiguous, as other layouts are rare, and too short for a copy to matter.
+    - `bias`: is added, for each result; of more than MOST_UNROLLED results, some may have none. It has one element for
+      each row of C with PER_ROW, else for each column, and is contiguous, as other layouts are rare, and too short for
+      a copy to matter.
     - `residual`: [M, N], is added to a sum by its owner.
     - `z`: takes the values before an activation, if they are kept, for each result. It has the layout of C.
     - `ACTIVATION`: see `activated`; "" for none.
@@ -47,12 +49,12 @@ constant = cache(tl.constexpr)
 
 
 def epilogue_of(
-    bias: torch.Tensor | Sequence[torch.Tensor] | None, *, per_row: bool, residual: Outputs | None = None,
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None, *, per_row: bool, residual: Outputs | None = None,
     zs: Sequence[torch.Tensor] = (), activation: str = "", gated: bool = False,
 ) -> TileEpilogue:  # fmt: skip
     """Return the epilogue as a launch passes it; bias, zs: one for each result. A strided bias is copied."""
     biases = [bias] if isinstance(bias, torch.Tensor) else bias
-    given = None if biases is None else tuple([each.contiguous() for each in biases])
+    given = None if biases is None else tuple([each if each is None else each.contiguous() for each in biases])
     return TileEpilogue(given, constant(per_row), residual, tuple(zs) or None, constant(activation), constant(gated))
 
 
@@ -86,10 +88,13 @@ def apply(epilogue, c, j, rows, cols, in_m, in_n, acc, ok):
     rows = rows.to(tl.int64)
     if epilogue.bias is not None:
         bias = pick(epilogue.bias, j, c.COUNT)
+        biased = in_m if epilogue.PER_ROW else in_n
+        if c.COUNT > MOST_UNROLLED:
+            biased = biased & (bias.to(tl.int64) != 0)
         if epilogue.PER_ROW:
-            acc += tl.load(bias + rows, mask=in_m, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + rows, mask=biased, other=0.0).to(tl.float32)[:, None]
         else:
-            acc += tl.load(bias + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + cols, mask=biased, other=0.0).to(tl.float32)[None, :]
     rows = rows[:, None]
     cols = cols.to(tl.int64)[None, :]
     if epilogue.residual is not None:

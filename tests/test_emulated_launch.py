@@ -36,7 +36,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .virtual_gpu import evidence
-from .virtual_gpu.cases import DTYPES, FLOAT8, issue, problem, run, small, virtual_ranks
+from .virtual_gpu.cases import DTYPES, FLOAT8, OF_FIVE, issue, problem, run, small, virtual_ranks
 from .virtual_gpu.driver import KERNELS, EmulatedDriver, device
 from .virtual_gpu.machine import Schedule, Waiting
 
@@ -44,7 +44,9 @@ pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
 # Every thirteenth: every op, with dtypes and targets in turn.
-UNITS = evidence.units()[:: 1 if ALL else 13]
+UNITS = [
+    *evidence.units()[:: 1 if ALL else 13], *(evidence.Unit(90, "bfloat16", op) for op in OF_FIVE)
+]  # fmt: skip
 BF16 = torch.bfloat16
 
 
@@ -201,7 +203,7 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
     assert args[0][0] is first[0]
 
 
-@pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring"])
+@pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring", *OF_FIVE])
 def test_prepared_launches_are_right(hopper: EmulatedDriver, op: str) -> None:
     """The second and third of three ops have prepared launches, with other operands."""
     with one_form_a_task():

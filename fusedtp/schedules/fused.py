@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_adders
 from ..cost.work import Work
+from ..kernels.blocks import MOST_UNROLLED
 from ..kernels.choices import applied, of_fields
 from ..kernels.epilogue import TileEpilogue, constant, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
@@ -354,10 +355,12 @@ class FusedScatter:
         )  # fmt: skip
 
 
-def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    # The kernel adds a bias to each product or to none.
+def _all_or_none(biases: Sequence[Tensor | None], cs: Sequence[Tensor]) -> tuple[Tensor | None, ...] | None:
+    # With few products the kernel adds a bias to each or to none.
     if all(bias is None for bias in biases):
         return None
+    if len(biases) > MOST_UNROLLED.value:
+        return tuple(biases)
     pairs = zip(biases, cs, strict=True)
     return tuple(c.new_zeros(c.shape[1]) if bias is None else bias for bias, c in pairs)
 

@@ -109,6 +109,10 @@ def _variants() -> list[Variant]:
         gathered("gather rows, three weights", gather, more=2),
         gathered("gather contraction, three weights", contraction, more=2),
         scattered("scatter, three weights", scatter, more=2),
+        gathered("gather rows, five weights", gather, more=4),
+        gathered("gather rows, gelu, kept, five weights", gather | {"ACTIVATION": "gelu", "KEEPS": True}, more=4),
+        gathered("gather contraction, five weights", contraction, more=4),
+        scattered("scatter, five terms", scatter, more=4),
         gathered("gather contraction", contraction),
         gathered("gather contraction, split", contraction | split, raises=0),
         gathered("gather contraction, split, in pieces", contraction | split | in_pieces, raises=0),
@@ -125,6 +129,7 @@ def _variants() -> list[Variant]:
         gathered("gather rows, tree, two weights", gather | leaves, more=1),
         scattered("scatter, tree", scatter | leaves),
         scattered("scatter, tree, two terms", scatter | leaves, more=1),
+        scattered("scatter, tree, five terms", scatter | leaves, more=4),
         scattered("scatter, tree, to all", leaves | {"TO_ALL": True}),
         reduced_in_one("all-reduce in one, in the switch", in_one | switch, adds=True),
         scattered("scatter, to the switch", scatter | switch),
@@ -255,6 +260,10 @@ def cases() -> list[Case]:
                 if name in ("collect pieces", "reduce", "reduce, residual", "reduce transposed",
                     "reduce pieces and broadcast", "reduce, tree"):  # fmt: skip
                     found += [of(name), of(name, shape="few rows")]
+            elif variant.more > 2:
+                # B's table is in memory, and A's of a sum.
+                by = "rows" if its.described and name.startswith("gather") else "pointers"
+                found += [of(name, a_by=by, shape=shape) for shape in (["many"] if "LEAVES" in variant.flags else SHAPES)]
             elif name.endswith("in pieces"):
                 found.append(main(name))
             elif "LEAVES" in variant.flags:

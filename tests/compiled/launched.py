@@ -63,7 +63,7 @@ def _constants(names: Iterable[str], values: Iterable[Any]) -> Iterator[tuple[st
 
 
 def recorded(start: Callable[[], object], package: str = PACKAGE) -> Launch:
-    """Return the one launch of a call of the package's launchers, which is not made."""
+    """Return the launch of a call of the package's launchers, which is not made, nor those that write its table."""
     found: list[Launch] = []
     loading = importlib.import_module(f"{package}.loading")
 
@@ -72,7 +72,8 @@ def recorded(start: Callable[[], object], package: str = PACKAGE) -> Launch:
 
     with mock.patch.object(loading, "_load", load), loading.only_loading():
         start()
-    (launch,) = found
+    *writes, launch = found
+    assert all(each.kernel.__name__ == "_write_blocks_kernel" for each in writes)
     return launch
 
 
