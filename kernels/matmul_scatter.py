@@ -9,15 +9,16 @@ another kernel, `reduce`, which waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .blocks import blocks_of, pick
+from .blocks import MOST_UNROLLED, blocks_of, pick
 from .descriptors import fitted_to, read_by_all, whole_leaves
-from .launch import Channel, Config, Memo, options
+from .launch import Channel, Config, Memo, in_16_bytes, options
 from .loading import Started, launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
@@ -179,6 +180,10 @@ class MatmulScatter:
         # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         leaves, lengths = self._leaves, [a.shape[1] for a in lefts]
         config = fitted_to(whole_leaves(self._config, lengths, leaves), lefts, rights)
+        loose = len(lefts) > MOST_UNROLLED.value and not leaves and not in_16_bytes(*lefts, *rights)
+        if loose and lefts[0].element_size() == 2:
+            # Strides from memory take registers, which elements with an address each need too.
+            config = replace(config, block_k=min(config.block_k, config.loose_block_k // 2))
         chunks = lefts[0].shape[:1] if self._to_all else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)

@@ -152,6 +152,7 @@ def _variants() -> list[Variant]:
         reduced("reduce, tree", reduce | subtrees),
         reduced("reduce, tree, and broadcast", reduce | subtrees | broadcast, waits=1, raises=1),
         reduced("reduce, tree, own in place", reduce | subtrees | own_alone, waits=1),
+        *(Variant(f"write {count} words", "blocks", "_write_blocks_kernel", {"COUNT": count}) for count in (64, 256)),
         ringed("ring all-reduce", ring, waits=3, raises=4),
         ringed("ring all-gather", ring | {"REDUCE": False}, waits=2, raises=3),
         ringed("ring reduce-scatter", ring | {"GATHER": False}, waits=2, raises=2),
@@ -246,7 +247,7 @@ def cases() -> list[Case]:
             name = variant.name
             if variant.flags.get("SWITCH") and not its.multicast:
                 continue
-            if variant.module == "steps":
+            if variant.module in ("steps", "blocks"):
                 # No operand: one element type says all.
                 found.append(of(name, dtype=torch.float32))
             elif name == "reduce, tree, own in place":
@@ -338,5 +339,5 @@ def loose_cases() -> list[Case]:
     return [
         replace(case, loose=True)
         for case in cases()
-        if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module != "steps"
+        if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module not in ("steps", "blocks")
     ]

@@ -243,5 +243,10 @@ class _Call:
             reduces=self.flags["REDUCE"], gathers=self.flags["GATHER"], pitch=self.pitch, config=self.config,
         )  # fmt: skip
 
+    def write_blocks(self) -> None:
+        blocks = self.of("blocks").Blocks(self.flags["COUNT"], self.table.device)
+        blocks.lengths(range(self.flags["COUNT"]))
+        blocks.write()
+
     def step(self) -> None:
         self.of("steps").step(self.channel, OP, self.flags["STEP"])
