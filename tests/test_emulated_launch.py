@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import threading
 import time
@@ -159,9 +160,10 @@ def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
         forget()
 
 
-def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
-    """A loaded kernel may be captured; a kernel that is not loaded is refused before Triton is called."""
-    unit = evidence.Unit(90, "bfloat16", "gather rows")
+@pytest.mark.parametrize("op", ["gather rows", "gather rows of five"])
+def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver, op: str) -> None:
+    """A loaded kernel may be captured, also one that writes a table; another is refused before Triton is called."""
+    unit = evidence.Unit(90, "bfloat16", op)
     capturing = mock.patch.object(loading, "_is_capturing", return_value=True)
     forget()
     with capturing, pytest.raises(RuntimeError, match="is not loaded, and a graph capture cannot"):
@@ -297,15 +299,19 @@ def test_hooks_see_prepared_launches(hopper: EmulatedDriver) -> None:
         _matmul_kernel.pre_run_hooks.clear()
 
 
-def test_a_prepared_launch_keeps_no_operand() -> None:
+@pytest.mark.parametrize("terms", [1, 5])
+def test_a_prepared_launch_keeps_no_operand(terms: int) -> None:
+    """Nor a table of operands, which a kernel writes for every launch."""
     a, b, c = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
+    more = [(torch.zeros(64, 64, dtype=BF16), torch.zeros(64, 64, dtype=BF16)) for _ in range(terms - 1)]
     with device(90) as driver:
         for _ in range(2):
-            matmul(a, b, c, epilogue_of(None, per_row=False), config=config_for(torch.device("cuda"), BF16))
+            plain, config = epilogue_of(None, per_row=False), config_for(torch.device("cuda"), BF16)
+            matmul(a, b, c, plain, config=config, more=more)
         known = prepared._known
-    assert (driver.num_prepared, len(known)) == (1, 1)
+    assert (driver.num_prepared, len(known)) == (1 + (terms > 1), 1)
     del driver
-    memory = [weakref.ref(each) for each in (a, b, c)]
-    del a, b, c
+    memory = [weakref.ref(each) for each in (a, b, c, *itertools.chain(*more))]
+    del a, b, c, more
     gc.collect()
     assert not any(each() is not None for each in memory)

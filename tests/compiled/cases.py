@@ -264,7 +264,9 @@ def cases() -> list[Case]:
             elif variant.more > 2:
                 # B's table is in memory, and A's of a sum.
                 by = "rows" if its.described and name.startswith("gather") else "pointers"
-                found += [of(name, a_by=by, shape=shape) for shape in (["many"] if "LEAVES" in variant.flags else SHAPES)]
+                found += [
+                    of(name, a_by=by, shape=shape) for shape in (["many"] if "LEAVES" in variant.flags else SHAPES)
+                ]
             elif name.endswith("in pieces"):
                 found.append(main(name))
             elif "LEAVES" in variant.flags:

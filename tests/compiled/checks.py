@@ -72,6 +72,9 @@ def resources(built: Built) -> None:
     chooses = chooses or VARIANTS[built.case.variant].module == "push"
     gathers = VARIANTS[built.case.variant].module == "gather_matmul"
     most = GATHER_LANES * gathers if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
+    if VARIANTS[built.case.variant].module == "blocks":
+        # All words of a table are scalars, of two registers each.
+        most = 2 * built.case.flags["COUNT"]
     newer = is_newer()
     most = BLOCKS_LANES_OF_NEWER if newer and built.case.blocks else most + MORE_LANES * (not as_pinned())
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
