@@ -31,6 +31,7 @@ _MOST_COLUMNS = 12
 _FEW_WORDS, _MOST_WORDS = 64, 256
 # Words travel as odd numbers from here on: the compiler specializes on smaller numbers and on multiples of 16.
 _BASE = tl.constexpr(1 << 61)
+ZERO = _BASE.value + 1
 _ALIGNMENT = 16
 
 
@@ -191,7 +192,7 @@ def _past_multiple(x: int | torch.Tensor) -> int:
 
 def encoded(word: int | torch.Tensor) -> int:
     """Return a word as an argument of the kernel that writes it; a tensor is its address."""
-    return _BASE.value + 2 * _word(word) + 1
+    return ZERO + 2 * _word(word)
 
 
 def room(num_words: int, device: torch.device) -> torch.Tensor:
