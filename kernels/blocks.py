@@ -33,6 +33,8 @@ _FEW_WORDS, _MOST_WORDS = 64, 256
 _BASE = tl.constexpr(1 << 61)
 ZERO = _BASE.value + 1
 _ALIGNMENT = 16
+# Kinds of columns. Triton 3.6 cannot compare a tuple with text in it.
+_ADDRESS, _LENGTH, _STRIDE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class Column(NamedTuple):
@@ -40,7 +42,7 @@ class Column(NamedTuple):
 
     - `first`: an entry, for its type. Entry 0 of lengths, which stands for all entries if they are equal.
     - `blocks`: the table, int64.
-    - `KIND`: "address", "length" or "index" (int32), or "stride".
+    - `KIND`: addresses, lengths (int32) or strides.
     - `MULTIPLE`: 16 if it divides all entries and matters, else 1. An entry from memory does not show it to the
       compiler.
     """
@@ -56,10 +58,10 @@ class Column(NamedTuple):
 def entry(column, j):
     """Return the j-th entry of a `Column`."""
     word = tl.load(column.blocks + (column.AT + j))
-    if column.KIND == "address":
+    if column.KIND == _ADDRESS:
         # The hint belongs to the pointer: a number's is lost when it becomes a pointer.
         return tl.multiple_of(word.to(column.first.dtype), column.MULTIPLE)
-    elif column.KIND == "stride":
+    elif column.KIND == _STRIDE:
         return tl.multiple_of(word, column.MULTIPLE)
     else:
         return tl.multiple_of(word.to(tl.int32), column.MULTIPLE)
@@ -136,33 +138,35 @@ class Blocks:
         self.words: list[int | torch.Tensor] = []
         self.blocks = room(_MOST_COLUMNS * count, device)
 
-    def _column(self, first: Any, kind: str, words: Sequence[int | torch.Tensor]) -> Column:
+    def _column(
+        self, first: Any, kind: tl.constexpr, words: Sequence[int | torch.Tensor], *, hints: bool = True
+    ) -> Column:
         at = len(self.words)
         self.words += words
-        multiple = 1 if kind == "index" or any(map(_past_multiple, words)) else _ALIGNMENT
-        return Column(first, self.blocks, *map(tl.constexpr, (kind, at, multiple)))
+        multiple = _ALIGNMENT if hints and not any(map(_past_multiple, words)) else 1
+        return Column(first, self.blocks, kind, tl.constexpr(at), tl.constexpr(multiple))
 
     def addresses(self, tensors: Sequence[torch.Tensor | None] | None) -> Any:
         """Return a column of tensors; 0 for None."""
         if tensors is None:
             return None
         first = next(x for x in tensors if x is not None)
-        return self._column(first, "address", [0 if x is None else x for x in tensors])
+        return self._column(first, _ADDRESS, [0 if x is None else x for x in tensors])
 
     def lengths(self, lengths: Sequence[int]) -> Any:
         """Return a column of lengths."""
-        return self._column(lengths[0], "length", lengths)
+        return self._column(lengths[0], _LENGTH, lengths)
 
     def indices(self, indices: Sequence[int]) -> Any:
         """Return a column of numbers that count something."""
-        return self._column(indices[0], "index", indices)
+        return self._column(indices[0], _LENGTH, indices, hints=False)
 
     def strides(self, matrices: Sequence[torch.Tensor], unit: int) -> tuple[Any, Any]:
         """Return the two columns of strides, or 1 instead of that of the dim `unit`, which has strides of 1."""
         constant, (rows, cols) = tl.constexpr(1), zip(*(x.stride() for x in matrices), strict=True)
         return (
-            constant if unit == 0 else self._column(constant, "stride", rows),
-            constant if unit == 1 else self._column(constant, "stride", cols),
+            constant if unit == 0 else self._column(constant, _STRIDE, rows),
+            constant if unit == 1 else self._column(constant, _STRIDE, cols),
         )
 
     def write(self) -> Written | None:
