@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .blocks import MOST_UNROLLED
 from .launch import Channel, Config, fitted, in_16_bytes
 
 _ALIGNMENT_BYTES = 16
@@ -43,7 +44,13 @@ def read_by(x: torch.Tensor, config: Config) -> str:
 
 
 def read_by_all(matrices: Sequence[torch.Tensor], config: Config) -> str:
-    """Return the one way in which a kernel can read each of `matrices`."""
+    """Return the one way in which a kernel can read each of `matrices`.
+
+    More than MOST_UNROLLED are read by pointers: Triton (3.6 to 3.9) cannot take a descriptor that the host made from
+    memory, only from a launch's arguments.
+    """
+    if len(matrices) > MOST_UNROLLED.value:
+        return "pointers"
     ways = {read_by(x, config) for x in matrices}
     return ways.pop() if len(ways) == 1 else "pointers"
 
@@ -54,9 +61,14 @@ def whole_leaves(config: Config, lengths: Sequence[int], leaves: int) -> Config:
     return replace(config, descriptors=False) if cut else config
 
 
-def fitted_to(config: Config, *operands: torch.Tensor, results: Sequence[torch.Tensor] = ()) -> Config:
-    """Return the configuration of a kernel that reads `operands` and stores `results`, or tiles into arenas."""
-    by_pointers = [x for x in operands if read_by(x, config) == "pointers"]
+def fitted_to(config: Config, *operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()) -> Config:
+    """Return the configuration of a kernel that reads `operands` and stores `results`, or tiles into arenas.
+
+    Each of `operands` is that of all blocks.
+    """
+    by_pointers = [
+        x for each in operands for x in each if len(each) > MOST_UNROLLED.value or read_by(x, config) == "pointers"
+    ]
     return fitted(config, stored=in_16_bytes(*results), read=in_16_bytes(*by_pointers))
 
 

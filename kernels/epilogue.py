@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .operands import Outputs, outputs_of, pick, stride_of
+from .blocks import MOST_UNROLLED, pick, stride_of
+from .operands import Outputs, outputs_of
 from .signal import or_nan
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ PART_COLUMNS = tl.constexpr(32)
 class TileEpilogue(NamedTuple):
     """Steps before a tile of the result is rounded; None leaves a step out.
 
-    - `bias`: is added, for each result. It has one element for each row of C with PER_ROW, else for each column, and
-      is contiguous, as other layouts are rare, and too short for a copy to matter.
+    - `bias`: is added, for each result; of more than MOST_UNROLLED results, some may have none. It has one element for
+      each row of C with PER_ROW, else for each column, and is contiguous, as other layouts are rare, and too short for
+      a copy to matter.
     - `residual`: [M, N], is added to a sum by its owner.
     - `z`: takes the values before an activation, if they are kept, for each result. It has the layout of C.
     - `ACTIVATION`: see `activated`; "" for none.
@@ -72,13 +74,15 @@ def epilogue_of(
 
 def _columns(
     given: Sequence[torch.Tensor | None], cs: Sequence[torch.Tensor], per_row: bool
-) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
-    # The kernel adds a bias to each product or to none.
+) -> tuple[torch.Tensor | None, ...] | None:  # fmt: skip
     for each in given:
         if each is not None:
             break
     else:
         return None
+    if len(given) > MOST_UNROLLED.value:
+        return tuple([each if each is None else each.contiguous() for each in given])
+    # With few products the kernel adds a bias to each or to none.
     return tuple([
         cs[i].new_zeros(cs[i].shape[0 if per_row else 1]) if each is None else each.contiguous()
         for i, each in enumerate(given)
@@ -115,10 +119,13 @@ def apply(epilogue, c, j, rows, cols, in_m, in_n, acc, ok):
     rows = rows.to(tl.int64)
     if epilogue.bias is not None:
         bias = pick(epilogue.bias, j, c.COUNT)
+        biased = in_m if epilogue.PER_ROW else in_n
+        if c.COUNT > MOST_UNROLLED:
+            biased = biased & (bias.to(tl.int64) != 0)
         if epilogue.PER_ROW:
-            acc += tl.load(bias + rows, mask=in_m, other=0.0).to(tl.float32)[:, None]
+            acc += tl.load(bias + rows, mask=biased, other=0.0).to(tl.float32)[:, None]
         else:
-            acc += tl.load(bias + cols, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + cols, mask=biased, other=0.0).to(tl.float32)[None, :]
     rows = rows[:, None]
     cols = cols.to(tl.int64)[None, :]
     if epilogue.residual is not None:

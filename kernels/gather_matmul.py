@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import MOST_UNROLLED, blocks_of, entry, pick
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Channel, Config, Memo, copy_rows_of, fitted, flattened, options
@@ -32,7 +33,6 @@ from .operands import (
     Tiles,
     b_of_weight,
     outputs_of,
-    pick,
     right_of,
     tiles_of,
     weight_at,
@@ -90,10 +90,13 @@ class Gathered(NamedTuple):
 @triton.jit
 def tile_columns(ctx):
     """Return the number of columns of tiles of all results, side by side."""
-    count = 0
-    for i in tl.static_range(ctx.b.COUNT):
-        count += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N)
-    return count
+    if ctx.b.COUNT > MOST_UNROLLED:
+        return entry(ctx.b.first, ctx.b.COUNT)
+    else:
+        count = 0
+        for i in tl.static_range(ctx.b.COUNT):
+            count += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N)
+        return count
 
 
 @triton.jit
@@ -414,11 +417,16 @@ class GatherMatmul:
             own = of_left(a, "rows", config) if a.numel() and s1 == 1 else arena
         a_by, in_place, *chunks = known.flags
         group = channel.groups.get(self.op) or channel.group(self.op)
-        return launch(_gather_matmul_kernel, known.grid)(
-            Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place), right_of(bs, known.b_by, config),
-            outputs_of(*cs), epilogue, scales, known.tiles, Chunks(table, self.pitch, *chunks), group, channel.rank,
-            channel.fingerprint, *known.counts, cs[0].shape[0], known.pushers, not self.on_rows, last,
-            known.copy_rows, config.copy_cols, self.switch and not pushed, **known.options,
+        blocks = blocks_of(len(bs), a.device)
+        if blocks is not None:
+            epilogue = epilogue._replace(bias=blocks.addresses(epilogue.bias), z=blocks.addresses(epilogue.z))
+            scales = None if scales is None else scales._replace(b=blocks.addresses(scales.b))
+        return launch(_gather_matmul_kernel, known.grid, blocks)(
+            Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place),
+            right_of(bs, known.b_by, config, blocks, terms=False), outputs_of(*cs, blocks=blocks), epilogue, scales,
+            known.tiles, Chunks(table, self.pitch, *chunks), group, channel.rank, channel.fingerprint, *known.counts,
+            cs[0].shape[0], known.pushers, not self.on_rows, last, known.copy_rows, config.copy_cols,
+            self.switch and not pushed, **known.options,
         )  # fmt: skip
 
     def _find_out(
@@ -434,7 +442,7 @@ class GatherMatmul:
         whole_blocks = on_rows or all(size % config.block_k == 0 for size in sizes)
         aligned = all(size % 16 == 0 for size in sizes)
         config = whole_leaves(config if whole_blocks else replace(config, descriptors=False), [K], self.leaves)
-        config = fitted_to(config, *((a, *bs) if in_place else bs), results=cs)
+        config = fitted_to(config, *(([a], bs) if in_place else [bs]), results=cs)
         # The part in the arena may be unaligned too.
         loose_leaves = bool(self.leaves) and K % (16 * self.leaves) != 0
         if not config.descriptors and (pitch % 16 or loose_leaves or (not on_rows and not aligned)):

@@ -58,6 +58,7 @@ class Started(NamedTuple):
     - `params`, `names`: the flat parameters, and the names of the arguments that they are from.
     - `hooks`: functions that are to see the kernel's arguments before every start.
     - `scratch`: float32 parameter that is undefined when the kernel starts.
+    - `written`: the table of blocks (`blocks.Written`) that was written before, if the kernel has one.
     """
 
     run: Callable[..., Any]
@@ -65,19 +66,25 @@ class Started(NamedTuple):
     names: list[str]
     hooks: list[Any]
     scratch: torch.Tensor | None = None
+    written: Any = None
 
 
-def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Return a function that starts `kernel` on `grid` with the arguments of its call.
+def launch(kernel: Any, grid: tuple[int, ...], blocks: Any = None) -> Callable[..., Any]:
+    """Return a function that starts `kernel` on `grid` with the arguments of its call, after writing `blocks`, if any.
 
     The function returns `Started`, or None if the kernel is interpreted or only loaded.
 
     The function raises ValueError for tensors that are not on the current device, on whose stream Triton starts
     kernels. It raises RuntimeError in a graph capture for a kernel that is not loaded.
     """
-    if _mode.only_loading:
-        return partial(_load, kernel, grid)
-    return _starter(kernel, grid)
+    start = partial(_load, kernel, grid) if _mode.only_loading else _starter(kernel, grid)
+    return start if blocks is None else partial(_after_writing, blocks, start)
+
+
+def _after_writing(blocks: Any, start: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    written = blocks.write()
+    started = start(*args, **options)
+    return started._replace(written=written) if isinstance(started, Started) else started
 
 
 def _starter(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -90,9 +97,9 @@ def _load(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def _start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Started:
-    # The first argument of every kernel is a tuple that begins with a tensor, or with the tensors of all blocks.
+    # The first argument of every kernel is a tuple that begins with a tensor, or with a column of blocks.
     first = args[0][0]
-    first = first[0] if type(first) is tuple else first
+    first = first[0] if isinstance(first, tuple) else first
     check_device(first)
     capturing = _is_capturing(first)
 

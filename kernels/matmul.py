@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .blocks import blocks_of
 from .contraction import multiply, sum_as_tree
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .epilogue import TileEpilogue, store_tile
@@ -200,10 +201,11 @@ def matmul(
     """
     lefts, rights = zip((a, b), *more, strict=True)
     lengths = [a.shape[1] for a in lefts]
-    config = fitted_to(whole_leaves(config, lengths, leaves), *lefts, *rights, results=(c,))
+    config = fitted_to(whole_leaves(config, lengths, leaves), lefts, rights, results=(c,))
     a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
     flatten = flattened(config, a_by, b_by) and not leaves
-    return launch(_matmul_kernel, (config.programs,))(
-        left_of(lefts, a_by, config), right_of(rights, b_by, config), outputs_of(c), epilogue, None,
+    blocks = blocks_of(len(lefts), a.device)
+    return launch(_matmul_kernel, (config.programs,), blocks)(
+        left_of(lefts, a_by, config, blocks), right_of(rights, b_by, config, blocks), outputs_of(c), epilogue, None,
         tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0], **options(config, a_by, b_by),
     )  # fmt: skip

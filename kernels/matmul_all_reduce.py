@@ -363,7 +363,7 @@ class MatmulAllReduce:
         return None if started is None else started._replace(scratch=sums)
 
     def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> Known:
-        config, rank, world_size = fitted_to(self._config, a, b), self._rank, self._world_size
+        config, rank, world_size = fitted_to(self._config, [a], [b]), self._rank, self._world_size
         down, across = -(-a.shape[0] // config.block_m), -(-b.shape[1] // config.block_n)
         own = across if self._to_all else (rank + 1) * across // world_size - rank * across // world_size
         a_by, b_by = read_by(a, config), read_by(b, config)

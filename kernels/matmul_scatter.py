@@ -9,17 +9,19 @@ another kernel, `reduce`, which waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .blocks import MOST_UNROLLED, blocks_of, pick
 from .descriptors import fitted_to, read_by_all, whole_leaves
-from .launch import Channel, Config, Memo, options
+from .launch import Channel, Config, Memo, in_16_bytes, options
 from .loading import Started, launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
-from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, pick, right_of, tiles_of
+from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
 from .prepared import prepares
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
@@ -164,8 +166,12 @@ class MatmulScatter:
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
-        return launch(_matmul_scatter_kernel, (known.config.programs,))(
-            left_of(lefts, known.a_by, known.config), right_of(rights, known.b_by, known.config), scales, known.tiles,
+        blocks = blocks_of(len(lefts), lefts[0].device)
+        if blocks is not None and scales is not None:
+            scales = scales._replace(a=blocks.addresses(scales.a), b=blocks.addresses(scales.b))
+        return launch(_matmul_scatter_kernel, (known.config.programs,), blocks)(
+            left_of(lefts, known.a_by, known.config, blocks), right_of(rights, known.b_by, known.config, blocks),
+            scales, known.tiles,
             table, group, channel.rank, channel.fingerprint, self._region_rows * (1 if self._switch else channel.rank),
             known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, **known.options,
         )  # fmt: skip
@@ -173,7 +179,11 @@ class MatmulScatter:
     def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Known:
         # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         leaves, lengths = self._leaves, [a.shape[1] for a in lefts]
-        config = fitted_to(whole_leaves(self._config, lengths, leaves), *lefts, *rights)
+        config = fitted_to(whole_leaves(self._config, lengths, leaves), lefts, rights)
+        loose = len(lefts) > MOST_UNROLLED.value and not leaves and not in_16_bytes(*lefts, *rights)
+        if loose and lefts[0].element_size() == 2:
+            # Strides from memory take registers, which elements with an address each need too.
+            config = replace(config, block_k=min(config.block_k, config.loose_block_k // 2))
         chunks = lefts[0].shape[:1] if self._to_all else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)

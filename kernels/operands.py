@@ -1,20 +1,19 @@
-"""Operands and results of the kernels that multiply: a table of blocks, as launches pass it and as kernels read it.
+"""Operands and results of the kernels that multiply, as launches pass them and as kernels read them.
 
-A block is a weight with its result, beside others at one gather, or a term of a sum. Most kernels have one. Each field
-of `Left`, `Right`, `Outputs` and `Scales` is a column of the table: an entry for each block. A program takes its tile's
-entries by `pick` and `stride_of`, which cost nothing with one block. The table is passed as arguments of a launch, as
-tensor descriptors from the host cannot be in memory.
+Each field of `Left`, `Right`, `Outputs` and `Scales` is a column of a table of blocks (`blocks`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from .blocks import MOST_UNROLLED, Blocks, block_at, entry, pick, stride_of
 from .descriptors import of_left, of_right
 from .launch import Config
 from .scales import scale_bytes
@@ -39,7 +38,8 @@ class Left(NamedTuple):
 class Right(NamedTuple):
     """B [K, N] of each block, whole and local on every rank.
 
-    COUNT: number of blocks, as Triton 3.6 cannot count them. UNIT, BY: as in `Left`.
+    COUNT: number of blocks, as Triton 3.6 cannot count them. UNIT, BY: as in `Left`. first: each weight's first column
+    of tiles, and the number of them, if the table is in memory.
     """
 
     ptr: tl.tensor
@@ -48,6 +48,7 @@ class Right(NamedTuple):
     stride_n: tl.tensor
     K: tl.tensor
     N: tl.tensor
+    first: tl.tensor
     COUNT: tl.constexpr
     UNIT: tl.constexpr
     BY: tl.constexpr
@@ -158,28 +159,43 @@ def _unit_of(matrices: Sequence[torch.Tensor]) -> tl.constexpr:
     return tl.constexpr(next((dim for dim in (1, 0) if all(x.stride(dim) == 1 for x in matrices)), -1))
 
 
-def left_of(matrices: Sequence[torch.Tensor], by: str, config: Config) -> Left:
-    """Return the A of all blocks as a launch passes them."""
+def left_of(matrices: Sequence[torch.Tensor], by: str, config: Config, blocks: Blocks | None = None) -> Left:
+    """Return the A of all blocks as a launch passes them, or as columns of `blocks`."""
+    unit, how = _unit_of(matrices), tl.constexpr(by)
+    if blocks is not None:
+        return Left(blocks.addresses(matrices), END, *blocks.strides(matrices, unit.value), unit, how)
     rows, cols = zip(*(a.stride() for a in matrices), strict=True)
     descs = tuple([of_left(a, by, config) for a in matrices])
-    return Left(tuple(matrices), descs, rows, cols, _unit_of(matrices), tl.constexpr(by))
+    return Left(tuple(matrices), descs, rows, cols, unit, how)
 
 
-def right_of(matrices: Sequence[torch.Tensor], by: str, config: Config) -> Right:
-    """Return the B of all blocks as a launch passes them."""
-    rows, cols = zip(*(b.stride() for b in matrices), strict=True)
+def right_of(
+    matrices: Sequence[torch.Tensor], by: str, config: Config, blocks: Blocks | None = None, *, terms: bool = True
+) -> Right:
+    """Return the B of all blocks as a launch passes them, or as columns of `blocks`.
+
+    terms: blocks are terms of a sum, with one N, else weights side by side, with one K.
+    """
     K, N = zip(*(b.shape for b in matrices), strict=True)
-    descs = tuple([of_right(b, by, config) for b in matrices])
-    return Right(
-        tuple(matrices), descs, rows, cols, K, N, tl.constexpr(len(N)), _unit_of(matrices), tl.constexpr(by)
-    )  # fmt: skip
+    count, unit, how = tl.constexpr(len(N)), _unit_of(matrices), tl.constexpr(by)
+    if blocks is None:
+        rows, cols = zip(*(b.stride() for b in matrices), strict=True)
+        descs = tuple([of_right(b, by, config) for b in matrices])
+        return Right(tuple(matrices), descs, rows, cols, K, N, END, count, unit, how)
+    of_b = blocks.addresses(matrices), END, *blocks.strides(matrices, unit.value)
+    if terms:
+        return Right(*of_b, blocks.lengths(K), N[:1], END, count, unit, how)
+    first = blocks.indices([0, *accumulate(-(-n // config.block_n) for n in N)])
+    return Right(*of_b, K[:1], blocks.lengths(N), first, count, unit, how)
 
 
-def outputs_of(*matrices: torch.Tensor) -> Outputs:
-    """Return the C of all blocks as a launch passes them."""
+def outputs_of(*matrices: torch.Tensor, blocks: Blocks | None = None) -> Outputs:
+    """Return the C of all blocks as a launch passes them, or as columns of `blocks`."""
     rows, cols = zip(*(c.stride() for c in matrices), strict=True)
-    N = tuple([c.shape[1] for c in matrices])
-    return Outputs(matrices, rows, cols, N, tl.constexpr(len(N)), _unit_of(matrices))
+    N, count, unit = tuple([c.shape[1] for c in matrices]), tl.constexpr(len(matrices)), _unit_of(matrices)
+    if blocks is not None:
+        return Outputs(blocks.addresses(matrices), *blocks.strides(matrices, unit.value), N[:1], count, unit)
+    return Outputs(matrices, rows, cols, N, count, unit)
 
 
 def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0, lengths: Sequence[int] = ()) -> Tiles:
@@ -189,35 +205,6 @@ def tiles_of(config: Config, *, flatten: bool, scales: str = "", leaves: int = 0
         config.block_m, config.block_n, config.block_k, config.group_m, flatten, scales, config.scaled_dot,
         leaves, aligned,
     )))  # fmt: skip
-
-
-@triton.jit
-def pick(column, j, COUNT: tl.constexpr):
-    """Return the j-th of COUNT entries of a column."""
-    if COUNT == 1:
-        return column[0]
-    else:
-        found = column[0]
-        for i in tl.static_range(1, COUNT):
-            if j == i:
-                found = column[i]
-        return found
-
-
-@triton.jit
-def stride_of(column, j, COUNT: tl.constexpr, IS_ONE: tl.constexpr):
-    """Return the j-th of COUNT strides, or the constant 1 if all are known to be 1."""
-    if COUNT == 1:
-        return column[0]
-    elif IS_ONE:
-        return 1
-    else:
-        # A stride of 1 is a constant to the compiler, which has no type to choose by.
-        found = tl.full((), 0, tl.int64) + column[0]
-        for i in tl.static_range(1, COUNT):
-            if j == i:
-                found = tl.full((), 0, tl.int64) + column[i]
-        return found
 
 
 @triton.jit
@@ -267,14 +254,18 @@ def b_of_term(ctx, tile, i):
 @triton.jit
 def weight_at(ctx, col):
     """Return the weight of a tile's column, and where the weight begins: weights lie side by side, in whole tiles."""
-    j = 0
-    begin = 0
-    end = 0
-    for i in tl.static_range(ctx.b.COUNT - 1):
-        end += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
-        if col >= end:
-            j = i + 1
-            begin = end
+    if ctx.b.COUNT > MOST_UNROLLED:
+        j = block_at(ctx.b.first, col // ctx.tiles.BLOCK_N, ctx.b.COUNT)
+        begin = entry(ctx.b.first, j) * ctx.tiles.BLOCK_N
+    else:
+        j = 0
+        begin = 0
+        end = 0
+        for i in tl.static_range(ctx.b.COUNT - 1):
+            end += cdiv(ctx.b.N[i], ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
+            if col >= end:
+                j = i + 1
+                begin = end
     return j, begin
 
 

@@ -18,6 +18,7 @@ from triton.language import constexpr
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import INTERPRETED
+from .blocks import ZERO, Written, encoded, room
 from .launch import Channel, Memo
 from .loading import Started, check_device, is_only_loading
 
@@ -61,6 +62,9 @@ class PreparedLaunch:
 
     def __init__(self, started: Started, operands: list[Tensor]) -> None:
         self.hooks, self._run, self._scratch = started.hooks, started.run, 0
+        self._table = None if started.written is None else _PreparedTable(started.written, operands)
+        if started.written is not None:
+            operands = [*operands, started.written.blocks]
         if started.scratch is not None:
             self._scratch = started.scratch.numel()
             operands = [*operands, started.scratch]
@@ -78,7 +82,9 @@ class PreparedLaunch:
         self._fingerprint = started.names.index("fingerprint") if "fingerprint" in started.names else None
 
     def params(self, operands: list[Tensor], fingerprint: int) -> list[Any]:
-        """Return the flat parameters of a call, with scratch memory of its own."""
+        """Return the flat parameters of a call, with scratch memory and a table of its own, which has been written."""
+        if self._table is not None:
+            operands.append(self._table.write(operands))
         if self._scratch:
             operands.append(torch.empty(self._scratch, dtype=torch.float32, device=operands[0].device))
         params = self._params.copy()
@@ -98,6 +104,25 @@ class PreparedLaunch:
         self._run(*self.params(operands, fingerprint))
 
 
+class _PreparedTable:
+    """The kernels that write a launch's table of blocks, to be started again with other operands."""
+
+    def __init__(self, written: Written, operands: list[Tensor]) -> None:
+        self._writes, self._words = written.writes, [*map(encoded, written.words)]
+        self._places = [(at, _index_of(x, operands)) for at, x in enumerate(written.words) if isinstance(x, Tensor)]
+
+    def write(self, operands: list[Tensor]) -> Tensor:
+        """Write the table of these operands into new memory, on the current stream, and return that."""
+        words = self._words.copy()
+        blocks = room(len(words), operands[0].device)
+        for at, i in self._places:
+            # As `encoded`, inlined because this runs for each operand of each launch.
+            words[at] = ZERO + 2 * operands[i].data_ptr()
+        for run, part in self._writes:
+            run(blocks, part.start, *words[part])
+        return blocks
+
+
 def _index_of(x: Tensor, operands: list[Tensor]) -> int:
     # A launcher passes its arguments unchanged, except that its channel's data may have another dtype.
     found = [i for i, each in enumerate(operands) if each is x] or [
@@ -113,8 +138,9 @@ _known = Memo()
 def prepares(launcher: Callable[P, Started | None]) -> Callable[P, object]:
     """Decorate a launcher: a call like an earlier one starts the same compiled kernel.
 
-    The launcher starts one kernel as its last step, and returns the launch's result. The kernel's tensors are arguments
-    of the launcher, or `scratch`. The launcher reads only layouts and alignments of tensors.
+    The launcher starts one kernel as its last step, after writing the kernel's table of blocks, if any, and returns the
+    launch's result. The kernel's tensors are arguments of the launcher, or `scratch`, or that table. The launcher reads
+    only layouts and alignments of tensors, and addresses into the table.
     """
     if INTERPRETED:
         return launcher

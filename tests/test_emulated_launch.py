@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import threading
 import time
@@ -37,7 +38,7 @@ from fusedtp.workspaces.workspace import Workspace
 
 from . import direct
 from .virtual_gpu import evidence
-from .virtual_gpu.cases import DTYPES, FLOAT8, issue, problem, run, small, virtual_ranks
+from .virtual_gpu.cases import DTYPES, FLOAT8, OF_FIVE, issue, problem, run, small, virtual_ranks
 from .virtual_gpu.driver import KERNELS, EmulatedDriver, device
 from .virtual_gpu.machine import Schedule, Waiting
 
@@ -45,7 +46,9 @@ pytestmark = pytest.mark.emulated
 
 ALL = os.environ.get("FUSEDTP_EMULATION") in ("all", "write")
 # Every thirteenth: every op, with dtypes and targets in turn.
-UNITS = evidence.units()[:: 1 if ALL else 13]
+UNITS = [
+    *evidence.units()[:: 1 if ALL else 13], *(evidence.Unit(90, "bfloat16", op) for op in OF_FIVE)
+]  # fmt: skip
 BF16 = torch.bfloat16
 
 
@@ -158,9 +161,10 @@ def test_a_kernel_that_asks_for_too_much_has_fewer_stages(
         forget()
 
 
-def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver) -> None:
-    """A loaded kernel may be captured; a kernel that is not loaded is refused before Triton is called."""
-    unit = evidence.Unit(90, "bfloat16", "gather rows")
+@pytest.mark.parametrize("op", ["gather rows", "gather rows of five"])
+def test_a_capture_refuses_what_is_not_loaded(hopper: EmulatedDriver, op: str) -> None:
+    """A loaded kernel may be captured, also one that writes a table; another is refused before Triton is called."""
+    unit = evidence.Unit(90, "bfloat16", op)
     capturing = mock.patch.object(loading, "_is_capturing", return_value=True)
     forget()
     with capturing, pytest.raises(RuntimeError, match="is not loaded, and a graph capture cannot"):
@@ -202,7 +206,7 @@ def test_threads_that_load_one_kernel_at_once(hopper: EmulatedDriver) -> None:
     assert args[0][0] is first[0]
 
 
-@pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring"])
+@pytest.mark.parametrize("op", ["gather rows", "scatter rows", "matmul two_shot in parts", "all_reduce ring", *OF_FIVE])
 def test_prepared_launches_are_right(hopper: EmulatedDriver, op: str) -> None:
     """The second and third of three ops have prepared launches, with other operands."""
     with one_form_a_task():
@@ -296,15 +300,19 @@ def test_hooks_see_prepared_launches(hopper: EmulatedDriver) -> None:
         _matmul_kernel.pre_run_hooks.clear()
 
 
-def test_a_prepared_launch_keeps_no_operand() -> None:
+@pytest.mark.parametrize("terms", [1, 5])
+def test_a_prepared_launch_keeps_no_operand(terms: int) -> None:
+    """Nor a table of operands, which a kernel writes for every launch."""
     a, b, c = (torch.zeros(64, 64, dtype=BF16) for _ in range(3))
+    more = [(torch.zeros(64, 64, dtype=BF16), torch.zeros(64, 64, dtype=BF16)) for _ in range(terms - 1)]
     with device(90) as driver:
         for _ in range(2):
-            matmul(a, b, c, epilogue_of(()), config=config_for(torch.device("cuda"), BF16))
+            config = config_for(torch.device("cuda"), BF16)
+            matmul(a, b, c, epilogue_of(()), config=config, more=more)
         known = prepared._known
-    assert (driver.num_prepared, len(known)) == (1, 1)
+    assert (driver.num_prepared, len(known)) == (1 + (terms > 1), 1)
     del driver
-    memory = [weakref.ref(each) for each in (a, b, c)]
-    del a, b, c
+    memory = [weakref.ref(each) for each in (a, b, c, *itertools.chain(*more))]
+    del a, b, c, more
     gc.collect()
     assert not any(each() is not None for each in memory)

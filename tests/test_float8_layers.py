@@ -60,6 +60,7 @@ def cases(how: str, dtype: torch.dtype) -> list[Case]:
         Case("gather", dtype, (16,), **given), Case("gather", dtype, (16,), dim=-1, **given),
         Case("gather", dtype, (2, 16), dim=1, **given | {"biased": (False,)}),
         Case("gather", dtype, (16,), **given | {"widths": (24, 8), "biased": (False,) * 2}),
+        Case("gather", dtype, (16,), **given | {"widths": (24, 8, 16, 8, 40), "biased": (True, False) * 2 + (True,)}),
         Case("scatter", dtype, (16,), **given), Case("scatter", dtype, (16,), dim=-1, **given | {"biased": (False,)}),
         Case("all_reduce", dtype, (16,), **given), Case("fsdp", dtype, (12,), **given | {"biased": (False,)}),
     ]  # fmt: skip

@@ -108,6 +108,39 @@ def test_a_module_trains_as_in_one_process(pool: RankPool, world_size: int, spli
     pool.run(trained, split, *given, world_size=world_size, timeout=120)
 
 
+class Five(nn.Module):
+    """Five linears of one input, of which some have a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = 8, 70, 2, 36, 16
+        self.heads = nn.ModuleList([nn.Linear(HIDDEN, each, bias=i % 2 == 0) for i, each in enumerate(widths)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x).square().sum() for head in self.heads]).sum()
+
+
+def five_in_kernels(group: ProcessGroup) -> None:
+    """Compare the gradients of five linears with one process: their weights are in a table of the kernels' blocks."""
+    torch.manual_seed(3)
+    dense = Five()
+    style = fusedtp.FusedGroup(*(f"heads.{i}" for i in range(5)), input_layouts=Shard(0), schedule="fused")
+    module = parallelize_module(copy.deepcopy(dense), DeviceMesh.from_group(group, "cpu"), {"": style})
+    x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1))
+    whole, mine = x.clone().requires_grad_(), part(x, group, True).requires_grad_()
+    dense(whole).backward()
+    module(mine).backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, part(whole.grad, group, True), rtol=1e-4, atol=1e-4)
+    for parameter, other in zip(module.parameters(), dense.parameters(), strict=True):
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_a_group_of_five_in_kernels(pool: RankPool) -> None:
+    pool.run(five_in_kernels, world_size=2, timeout=120)
+
+
 def gathers(group: ProcessGroup, split: bool) -> tuple[list[str], list[str]]:
     """Return the tasks of forward and backward of an attention block."""
     module = parallel(group, attention(), split)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,18 @@ def test_one_loop_adds_nothing_as_two(variant: str, target: str) -> None:
     assert not built.flattened
     checks.multiplication(built)
     assert not built.loop_as_asked() - beside.loop_as_asked()
+
+
+@pytest.mark.parametrize(
+    "variant", ["gather rows, five weights", "gather contraction, five weights", "scatter, five terms"]
+)
+def test_code_does_not_grow_with_weights(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of 64 weights has the instructions of the kernel of five, so it compiles in the same time."""
+    case = Case(variant, "sm_90", a_by="rows" if variant.startswith("gather") else "pointers")
+    few = launched(case).compiled(case.target).asm["ptx"].count(";")
+    monkeypatch.setitem(VARIANTS, variant, replace(VARIANTS[variant], more=63))
+    many = launched(case).compiled(case.target).asm["ptx"].count(";")
+    assert abs(many - few) <= few // 100
 
 
 def trees(target: str, dtype: torch.dtype) -> list[Case]:

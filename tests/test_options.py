@@ -24,6 +24,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp.activations import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.bench.ranks import RankPool
+from fusedtp.kernels.blocks import MOST_UNROLLED
 from fusedtp.norms import NORMS
 from fusedtp.schedules import decomposed
 
@@ -39,7 +40,7 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 # Functions with an option each; every one is drawn for every schedule and number of ranks.
 KINDS = (
     *(("gather", {"activation": name}) for name in ACTIVATIONS),
-    ("gather", {"count": 1}), ("gather", {"count": 3}), ("gather", {"count": 2}),
+    ("gather", {"count": 1}), ("gather", {"count": 8}), ("gather", {"count": 3}),
     ("fsdp", {"activation": "gelu"}), ("fsdp", {"activation": "silu"}), ("fsdp", {}),
     *((kind, {"residual": residual}) for kind in ("scatter", "all_reduce") for residual in (True, False)),
     *((kind, {"norm": norm}) for kind in ("scatter", "all_reduce") for norm in NORMS),
@@ -56,7 +57,9 @@ def cases(draw: st.DrawFn, schedule: str, kind: str, options: dict[str, Any], tu
     # A layer norm of one feature is rounding errors alone.
     width = st.sampled_from((70, 5, 37, 16, 1)[: 4 if options.get("norm") == "layer_norm" else 5])
     if kind == "gather" and not count:
-        count = draw(st.integers(1, 2))
+        count = draw(st.sampled_from((1, 2, 5)))
+    elif count > MOST_UNROLLED.value:
+        count = draw(st.integers(MOST_UNROLLED.value + 1, count))
     widths = (draw(width),) * 2 if activation in GATED else tuple(draw(width) for _ in range(max(1, count)))
     names = ["x", *(f"w{i}" for i in range(len(widths)))]
     norm, dims = options.get("norm", ""), (0, 1) if options.get("norm") else (0, 1, -1, -2)
@@ -105,6 +108,11 @@ PINNED = {
     "one of several biases is a column": Case("gather", FP32, (8,), widths=(16, 7, 1), biased=(True, False, True),
                                               layouts=(("b0", "transposed"), ("b2", "transposed"))),
     "gathered features and an expanded bias": Case("gather", FP32, (7, 4), -1, layouts=(("b0", "one value"),)),
+    # Operands are in a table in memory, and more than one kernel writes it.
+    "sixty-four weights": Case("gather", FP32, (9, 4), 1, "lopsided", widths=(70, 5, 37, 16, 1, 129, 64, 0) * 8,
+                               biased=(True, False, True, False) * 16, frozen=("w9",), unused=(3, 40)),
+    "an activation of five": Case("gather", BF16, (8,), widths=(16, 7, 1, 70, 5), biased=(False,) * 4 + (True,),
+                                  activation="gelu"),
     # The bias has an element for each row of the kernel's result.
     "fsdp with a diagonal": Case("fsdp", FP32, (3, 5), layouts=(("b0", "diagonal"), ("dy", "one value"))),
     "scattered columns of a column": Case("scatter", FP32, dim=-1, how="lopsided", widths=(24,), residual=True,

@@ -109,6 +109,10 @@ def _variants() -> list[Variant]:
         gathered("gather rows, three weights", gather, more=2),
         gathered("gather contraction, three weights", contraction, more=2),
         scattered("scatter, three weights", scatter, more=2),
+        gathered("gather rows, five weights", gather, more=4),
+        gathered("gather rows, gelu, kept, five weights", gather | {"ACTIVATION": "gelu", "KEEPS": True}, more=4),
+        gathered("gather contraction, five weights", contraction, more=4),
+        scattered("scatter, five terms", scatter, more=4),
         gathered("gather contraction", contraction),
         gathered("gather contraction, split", contraction | split, raises=0),
         gathered("gather contraction, split, in pieces", contraction | split | in_pieces, raises=0),
@@ -125,6 +129,7 @@ def _variants() -> list[Variant]:
         gathered("gather rows, tree, two weights", gather | leaves, more=1),
         scattered("scatter, tree", scatter | leaves),
         scattered("scatter, tree, two terms", scatter | leaves, more=1),
+        scattered("scatter, tree, five terms", scatter | leaves, more=4),
         scattered("scatter, tree, to all", leaves | {"TO_ALL": True}),
         reduced_in_one("all-reduce in one, in the switch", in_one | switch, adds=True),
         scattered("scatter, to the switch", scatter | switch),
@@ -147,6 +152,7 @@ def _variants() -> list[Variant]:
         reduced("reduce, tree", reduce | subtrees),
         reduced("reduce, tree, and broadcast", reduce | subtrees | broadcast, waits=1, raises=1),
         reduced("reduce, tree, own in place", reduce | subtrees | own_alone, waits=1),
+        *(Variant(f"write {count} words", "blocks", "_write_blocks_kernel", {"COUNT": count}) for count in (64, 256)),
         ringed("ring all-reduce", ring, waits=3, raises=4),
         ringed("ring all-gather", ring | {"REDUCE": False}, waits=2, raises=3),
         ringed("ring reduce-scatter", ring | {"GATHER": False}, waits=2, raises=2),
@@ -241,7 +247,7 @@ def cases() -> list[Case]:
             name = variant.name
             if variant.flags.get("SWITCH") and not its.multicast:
                 continue
-            if variant.module == "steps":
+            if variant.module in ("steps", "blocks"):
                 # No operand: one element type says all.
                 found.append(of(name, dtype=torch.float32))
             elif name == "reduce, tree, own in place":
@@ -255,6 +261,12 @@ def cases() -> list[Case]:
                 if name in ("collect pieces", "reduce", "reduce, residual", "reduce transposed",
                     "reduce pieces and broadcast", "reduce, tree"):  # fmt: skip
                     found += [of(name), of(name, shape="few rows")]
+            elif variant.more > 2:
+                # B's table is in memory, and A's of a sum.
+                by = "rows" if its.described and name.startswith("gather") else "pointers"
+                found += [
+                    of(name, a_by=by, shape=shape) for shape in (["many"] if "LEAVES" in variant.flags else SHAPES)
+                ]
             elif name.endswith("in pieces"):
                 found.append(main(name))
             elif "LEAVES" in variant.flags:
@@ -329,5 +341,5 @@ def loose_cases() -> list[Case]:
     return [
         replace(case, loose=True)
         for case in cases()
-        if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module != "steps"
+        if case.target in ("sm_80", "sm_90") and VARIANTS[case.variant].module not in ("steps", "blocks")
     ]

@@ -65,7 +65,7 @@ def _constants(names: Iterable[str], values: Iterable[Any]) -> Iterator[tuple[st
 
 
 def recorded(start: Callable[[], object], package: str = PACKAGE) -> Launch:
-    """Return the one launch of a call of the package's launchers, which is not made."""
+    """Return the launch of a call of the package's launchers, which is not made, nor those that write its table."""
     found: list[Launch] = []
     loading = importlib.import_module(f"{package}.loading")
 
@@ -74,7 +74,8 @@ def recorded(start: Callable[[], object], package: str = PACKAGE) -> Launch:
 
     with mock.patch.object(loading, "_load", load), loading.only_loading():
         start()
-    (launch,) = found
+    *writes, launch = found
+    assert all(each.kernel.__name__ == "_write_blocks_kernel" for each in writes)
     return launch
 
 
@@ -244,6 +245,11 @@ class _Call:
             self.channel, OP, x, torch.empty_like(x), self.table, (self.rows,) * WORLD_SIZE,
             reduces=self.flags["REDUCE"], gathers=self.flags["GATHER"], pitch=self.pitch, config=self.config,
         )  # fmt: skip
+
+    def write_blocks(self) -> None:
+        blocks = self.of("blocks").Blocks(self.flags["COUNT"], self.table.device)
+        blocks.lengths(range(self.flags["COUNT"]))
+        blocks.write()
 
     def step(self) -> None:
         self.of("steps").step(self.channel, OP, self.flags["STEP"])

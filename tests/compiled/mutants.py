@@ -244,6 +244,11 @@ MUTANTS = (
         (("signal", "tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)", "address.to(tl.pointer_type(dtype))"),),
     ),
     Mutant(
+        "a weight of unknown alignment, from a table", checks.multiplication,
+        (Case("gather rows, five weights", "sm_80"), Case("gather rows, five weights", "sm_90", a_by="rows")),
+        (("blocks", "tl.multiple_of(word.to(column.first.dtype), column.MULTIPLE)", "word.to(column.first.dtype)"),),
+    ),
+    Mutant(
         "a row of unknown alignment", checks.widths, _TURNED,
         (("gather_matmul", "        row = tl.multiple_of(row, 16)\n", "        pass\n"),),
     ),

@@ -38,6 +38,8 @@ MATMULS = (
     "matmul one_shot split", "matmul one_shot in parts", "matmul two_shot", "matmul two_shot split",
     "matmul two_shot in parts", "scatter and gather",
 )  # fmt: skip
+# Ops on five weights or terms, whose operands are in a table in memory.
+OF_FIVE = "gather rows of five", "gather contraction of five", "scatter rows of five"
 COLLECTIVES = ("all_gather direct", "all_gather ring", "reduce_scatter direct", "reduce_scatter ring",
                "all_reduce one_shot", "all_reduce two_shot", "all_reduce ring")  # fmt: skip
 OPS = MATMULS + COLLECTIVES
@@ -79,6 +81,35 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     ref = reference.matmul(a, b, bias)
     allowed = reference.bound(a, b, dtype, bias=bias)
     summed = reference.bound(a, b, dtype, k_sizes=k_sizes, bias=bias)
+    if how.endswith("of five"):
+        # Uneven weights, of which some have a bias, or uneven terms.
+        sizes = m_sizes if how.startswith("rows") else k_sizes
+        if kind == "scatter":
+            lengths = [split(size, 5, "uneven", 8) for size in k_sizes]
+            terms = [
+                [operand for a_part, b_part in zip(x.split(each, 1), y.split(each), strict=True)
+                 for operand in (laid_out(a_part, shape.a), laid_out(b_part, shape.b), None)]
+                for x, y, each in zip(a.split(k_sizes, 1), b.split(k_sizes), lengths, strict=True)
+            ]  # fmt: skip
+            return (
+                lambda ws, rank: launches_of(
+                    "matmul_reduce_scatter", ws, *terms[rank][:2], bias, None, None, None, *terms[rank][3:], sizes=sizes
+                ),
+                list(ref.split(sizes)), list(summed.split(sizes)),
+            )  # fmt: skip
+        widths = split(N, 5, "uneven", 8)
+        biases = [each if i % 2 else None for i, each in enumerate(normal(N).split(widths))]
+        pairs = list(zip([laid_out(each, shape.b) for each in b.split(widths, 1)], biases, strict=True))
+        of_weights = [operand for pair in pairs[1:] for operand in pair]
+        shards = shards_m if how.startswith("rows") else shards_k
+        return (
+            lambda ws, rank: launches_of(
+                "all_gather_matmul", ws, shards[rank], *pairs[0], None, *of_weights, sizes=sizes,
+                dim=int(shards is shards_k), producer=by,
+            ),
+            everywhere(torch.cat([reference.matmul(a, *pair).flatten() for pair in pairs])),
+            everywhere(torch.cat([reference.bound(a, w, dtype, bias=each).flatten() for w, each in pairs])),
+        )  # fmt: skip
     if kind == "gather":
         dim = 0 if how.startswith("rows") else 1
         mine = [laid_out(x, "columns") for x in shards_m] if how == "rows own pushed" else shards_m

@@ -22,6 +22,7 @@ from triton import JITFunction
 from fusedtp import kernels
 from fusedtp.calls import dispatch
 from fusedtp.kernels import launch, loading, prepared, signal
+from fusedtp.kernels.blocks import Blocks, Column
 from fusedtp.workspaces.workspace import Workspace
 
 from .lower import Program
@@ -57,24 +58,30 @@ class EmulatedDriver:
         self.launched: Callable[[], object] | None = None
         self.triton = cuda_driver(capability, lambda device: self.rank)
         self.stub = Stub(self._take)
-        # (name, type, value) of each parameter of the next launch.
-        self._given: list[tuple[str, str, Any]] = []
+        # By launch to come: (name, type, value) of each parameter, and (name, tensor) of each address in its table.
+        self.announced: list[tuple[list[tuple[str, str, Any]], list[tuple[str, Tensor]]]] = []
+        # The words of the last table that was written.
+        self.words: list[int | Tensor] = []
         self.num_prepared = 0
 
     def announce(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Note the arguments of the next launch."""
+        """Note the arguments of a launch to come."""
         *_, bind = kernel.device_caches[self.triton.get_current_device()]
         _, specialization, _ = bind(*args, **options)
         kinds = [kind for kind, _ in specialization[: len(args)]]
-        self._given = list(_leaves(kernel.arg_names, kinds, args))
+        columns = sorted((each.AT.value, name) for name, each in _columns(kernel.arg_names, args))
+        given = list(_leaves(kernel.arg_names, kinds, args))
+        of_table = [(at, x) for at, x in enumerate(self.words) if columns and isinstance(x, Tensor)]
+        self.announced.append((given, [(max(each for each in columns if each[0] <= at)[1], x) for at, x in of_table]))
 
     def _take(self, launch: Launch) -> None:
         program = self.program(launch.name, launch.ptx)
+        given, of_table = self.announced.pop(0)
         if self.launches and not self.launches(launch.stream, launch.name):
             return
         values: list[int] = []
         touches: list[Memory] = []
-        maps = np.zeros(sum(kind.startswith("tensordesc") for _, kind, _ in self._given), MAP)
+        maps = np.zeros(sum(kind.startswith("tensordesc") for _, kind, _ in given), MAP)
         num_maps = 0
         parameters = iter(launch.parameters)
 
@@ -91,7 +98,7 @@ class EmulatedDriver:
                 touches.append(Memory(begin, begin + size, launch.stream, writable))
 
         tensors: list[int] = []
-        for name, kind, value in self._given:
+        for name, kind, value in given:
             if kind.startswith("tensordesc"):
                 made = maps[num_maps] = tensor_map(next(parameters))
                 check_map(name, made, value)
@@ -105,19 +112,22 @@ class EmulatedDriver:
             elif kind.startswith("*"):
                 same(name, number(), value.data_ptr())
                 tensors.append(value.numel())
-                touch(value, _extent(value), name in _STORED)
+                writes_table = name == "blocks" and launch.name == "_write_blocks_kernel"
+                touch(value, _extent(value), name in _STORED or writes_table)
             else:
                 same(name, number(), int(value), int(kind[1:]))
+        for name, tensor in of_table:
+            touch(tensor, _extent(tensor), name in _STORED)
         program.whole = program.whole or all(tensors)
         # Scratch memory, which these kernels do not use.
         assert [number(), number()] == [0, 0]
-        assert next(parameters, None) is None, (launch.name, self._given, program.source.params)
+        assert next(parameters, None) is None, (launch.name, given, program.source.params)
         assert launch.grid[1:] == (1, 1)
         names = [name for name, _ in program.source.params]
         self.machine.launch(
             Waiting(
                 launch.name, program, dict(zip(names, values, strict=True)), touches, launch.stream, launch.grid[0],
-                launch.threads // 32, launch.shared_bytes, maps, [self._given],
+                launch.threads // 32, launch.shared_bytes, maps, [given, of_table],
             )
         )  # fmt: skip
         if self.launched is not None:
@@ -153,14 +163,25 @@ class EmulatedDriver:
 
 
 def _leaves(names: Sequence[str], kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    # A field z is stored to in any argument; other fields have the name of the kernel's argument.
+    # A field z is stored to in any argument, and a table has a name; other fields have that of the kernel's argument.
     for name, kind, value in zip(names, kinds, values, strict=True):
         if isinstance(kind, tuple):
             fields = getattr(value, "_fields", ())
-            inner = ["z" if i < len(fields) and fields[i] == "z" else name for i in range(len(kind))]
+            named = [*fields, *[""] * len(kind)]
+            inner = [named[i] if named[i] in ("z", "blocks") else name for i in range(len(kind))]
             yield from _leaves(inner, kind, value)
         elif kind != "constexpr":
             yield name, kind, value
+
+
+def _columns(names: Sequence[str], values: Sequence[Any]) -> Iterator[tuple[str, Column]]:
+    # The columns of a launch's table, with the name of the kernel's argument, or z.
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, Column):
+            yield name, value
+        elif isinstance(value, tuple):
+            fields = getattr(value, "_fields", ("",) * len(value))
+            yield from _columns(["z" if field == "z" else name for field in fields], value)
 
 
 def check_map(name: str, made: Any, described: Any) -> None:
@@ -228,6 +249,7 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
 def announced(made: EmulatedDriver) -> Iterator[None]:
     """Announce every launch; for a prepared launch call its launcher again, and announce the launcher's arguments."""
     described, params_of, start = prepared._described, prepared.PreparedLaunch.params, loading._start
+    room, write = prepared.room, Blocks.write
     calls: list[Callable[[], object]] = []
 
     def remember(launcher: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -235,6 +257,7 @@ def announced(made: EmulatedDriver) -> Iterator[None]:
         return described(launcher, args, kwargs)
 
     def looked_up(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        made.announced.clear()
         made.announce(kernel, args, options)
         return start(kernel, grid, *args, **options)
 
@@ -242,25 +265,44 @@ def announced(made: EmulatedDriver) -> Iterator[None]:
         def compare(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
             made.announce(kernel, args, options)
             compiled = loading._compiled_with_room(kernel, grid, args, options, lambda compiled, grid: compiled)
-            prepared_for = inspect.getclosurevars(known._run).nonlocals
+            writes = kernel.__name__ == "_write_blocks_kernel"
+            run = known._table._writes[0][0] if writes and known._table is not None else known._run
+            prepared_for = inspect.getclosurevars(run).nonlocals
             assert prepared_for["self"] is compiled, f"{kernel.__name__} is prepared for other arguments"
             assert prepared_for["grid"] == (*grid, 1, 1), f"{kernel.__name__} is prepared for another grid"
 
-        made.num_prepared += 1
+        made.announced.clear()
         with mock.patch.object(loading, "_start", compare):
             calls[0]()
-        found = params_of(known, operands, fingerprint)
-        # Each call has its own scratch memory.
-        made._given = [
-            (name, kind, new if name == "sums" else old)
-            for (name, kind, old), new in zip(made._given, found, strict=True)
-        ]
+        made.num_prepared += len(made.announced)
+
+        def fresh(num_words: int, device: torch.device) -> Tensor:
+            table = room(num_words, device)
+            made.announced[:] = [(_with(table, given), of_table) for given, of_table in made.announced]
+            return table
+
+        with mock.patch.object(prepared, "room", fresh):
+            found = params_of(known, operands, fingerprint)
+        # Each call has its own scratch memory, and its own table.
+        ((given, of_table),) = made.announced
+        scratch = [(name, kind, new if name == "sums" else old)
+                   for (name, kind, old), new in zip(given, found, strict=True)]  # fmt: skip
+        made.announced[:] = [(scratch, of_table)]
         return found
+
+    def written(blocks: Blocks) -> Any:
+        made.words = blocks.words
+        return write(blocks)
 
     with (
         mock.patch.object(prepared, "_known", launch.Memo()),
         mock.patch.object(prepared, "_described", remember),
         mock.patch.object(prepared.PreparedLaunch, "params", params),
         mock.patch.object(loading, "_start", looked_up),
+        mock.patch.object(Blocks, "write", written),
     ):
         yield
+
+
+def _with(table: Tensor, given: list[tuple[str, str, Any]]) -> list[tuple[str, str, Any]]:
+    return [(name, kind, table if name == "blocks" and kind[0] == "*" else value) for name, kind, value in given]
