@@ -132,7 +132,7 @@ class Written(NamedTuple):
 
 
 class Blocks:
-    """The table of a launch with more than MOST_UNROLLED blocks, filled column by column."""
+    """Table of a launch with more than MOST_UNROLLED blocks, filled column by column."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.words: list[int | torch.Tensor] = []
@@ -202,8 +202,3 @@ def encoded(word: int | torch.Tensor) -> int:
 def room(num_words: int, device: torch.device) -> torch.Tensor:
     """Return undefined memory for the words of a table, and for zeros behind them."""
     return torch.empty(num_words + _MOST_WORDS, dtype=torch.int64, device=device)
-
-
-def blocks_of(count: int, device: torch.device) -> Blocks | None:
-    """Return a table for so many blocks, or None if they are arguments of the launch."""
-    return Blocks(count, device) if count > MOST_UNROLLED.value else None
