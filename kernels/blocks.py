@@ -172,7 +172,8 @@ class Blocks:
     def write(self) -> Written | None:
         """Write the table on the current stream, or only load the kernels that do, as `loading.launch` does."""
         if INTERPRETED:
-            self.blocks[: len(self.words)] = torch.tensor([_word(x) for x in self.words])
+            found = torch.tensor(list(map(_word, self.words)), dtype=torch.int64, device=self.blocks.device)
+            self.blocks[: len(found)] = found
             return None
         size = _FEW_WORDS if len(self.words) <= _FEW_WORDS else _MOST_WORDS
         words, writes = [*self.words, *[0] * (-len(self.words) % size)], []
