@@ -132,7 +132,7 @@ class Written(NamedTuple):
 
 
 class Blocks:
-    """The table of a launch with more than MOST_UNROLLED blocks, filled column by column."""
+    """Table of a launch with more than MOST_UNROLLED blocks, filled column by column."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.words: list[int | torch.Tensor] = []
@@ -172,7 +172,8 @@ class Blocks:
     def write(self) -> Written | None:
         """Write the table on the current stream, or only load the kernels that do, as `loading.launch` does."""
         if INTERPRETED:
-            self.blocks[: len(self.words)] = torch.tensor([_word(x) for x in self.words])
+            found = torch.tensor(list(map(_word, self.words)), dtype=torch.int64, device=self.blocks.device)
+            self.blocks[: len(found)] = found
             return None
         size = _FEW_WORDS if len(self.words) <= _FEW_WORDS else _MOST_WORDS
         words, writes = [*self.words, *[0] * (-len(self.words) % size)], []
@@ -202,8 +203,3 @@ def encoded(word: int | torch.Tensor) -> int:
 def room(num_words: int, device: torch.device) -> torch.Tensor:
     """Return undefined memory for the words of a table, and for zeros behind them."""
     return torch.empty(num_words + _MOST_WORDS, dtype=torch.int64, device=device)
-
-
-def blocks_of(count: int, device: torch.device) -> Blocks | None:
-    """Return a table for so many blocks, or None if they are arguments of the launch."""
-    return Blocks(count, device) if count > MOST_UNROLLED.value else None

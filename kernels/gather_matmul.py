@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import MOST_UNROLLED, blocks_of, entry, pick
+from .blocks import MOST_UNROLLED, Blocks, entry, pick
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Channel, Config, Memo, copy_rows_of, fitted, flattened, options
@@ -417,7 +417,7 @@ class GatherMatmul:
             own = of_left(a, "rows", config) if a.numel() and s1 == 1 else arena
         a_by, in_place, *chunks = known.flags
         group = channel.groups.get(self.op) or channel.group(self.op)
-        blocks = blocks_of(len(bs), a.device)
+        blocks = Blocks(len(bs), a.device) if len(bs) > MOST_UNROLLED.value else None
         if blocks is not None:
             epilogue = epilogue._replace(bias=blocks.addresses(epilogue.bias), z=blocks.addresses(epilogue.z))
             scales = None if scales is None else scales._replace(b=blocks.addresses(scales.b))

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import blocks_of
+from .blocks import MOST_UNROLLED, Blocks
 from .contraction import multiply, sum_as_tree
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .epilogue import TileEpilogue, store_tile
@@ -204,7 +204,7 @@ def matmul(
     config = fitted_to(whole_leaves(config, lengths, leaves), lefts, rights, results=(c,))
     a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
     flatten = flattened(config, a_by, b_by) and not leaves
-    blocks = blocks_of(len(lefts), a.device)
+    blocks = Blocks(len(lefts), a.device) if len(lefts) > MOST_UNROLLED.value else None
     return launch(_matmul_kernel, (config.programs,), blocks)(
         left_of(lefts, a_by, config, blocks), right_of(rights, b_by, config, blocks), outputs_of(c), epilogue, None,
         tiles_of(config, flatten=flatten, leaves=leaves, lengths=lengths), a.shape[0], **options(config, a_by, b_by),

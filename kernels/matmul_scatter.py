@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import MOST_UNROLLED, blocks_of, pick
+from .blocks import MOST_UNROLLED, Blocks, pick
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import Channel, Config, Memo, in_16_bytes, options
 from .loading import Started, launch
@@ -166,7 +166,7 @@ class MatmulScatter:
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
-        blocks = blocks_of(len(lefts), lefts[0].device)
+        blocks = Blocks(len(lefts), lefts[0].device) if len(lefts) > MOST_UNROLLED.value else None
         if blocks is not None and scales is not None:
             scales = scales._replace(a=blocks.addresses(scales.a), b=blocks.addresses(scales.b))
         return launch(_matmul_scatter_kernel, (known.config.programs,), blocks)(

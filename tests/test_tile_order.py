@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from fusedtp.kernels import gather_matmul, matmul, matmul_scatter
+from fusedtp.kernels.blocks import MOST_UNROLLED
 from fusedtp.kernels.matmul import Tile
 from fusedtp.kernels.signal import cdiv
 from fusedtp.shards import even_sizes, offsets
@@ -39,7 +40,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
     language = SimpleNamespace(
         load=lambda pointer: pointer.offsets[pointer.index], static_range=range, num_programs=lambda axis: 1
     )
-    names: dict[str, Any] = {"tl": language, "Tile": Tile}
+    names: dict[str, Any] = {"tl": language, "Tile": Tile, "MOST_UNROLLED": MOST_UNROLLED.value}
     for function in functions:
         lines = textwrap.dedent(inspect.getsource(function.fn)).splitlines()
         text = "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :])

@@ -186,14 +186,14 @@ def planted(group: ProcessGroup, op: str) -> tune_kernels.TileSearch:
     """Run a search in which every tile but the table's gives wrong results on one rank."""
 
     def wrong(start: Any) -> Any:
-        def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(kernel: Any, grid: tuple[int, ...], blocks: Any = None) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
                 tiles = next((each for each in args if hasattr(each, "BLOCK_M")), None)
                 if tiles is not None and group.rank() == 1 and tiles.BLOCK_M.value + tiles.BLOCK_K.value != 128:
                     first = args[0].ptr
                     scaled = tuple([x * 1.5 for x in first]) if isinstance(first, tuple) else first * 1.5
                     args = (args[0]._replace(ptr=scaled), *args[1:])
-                return start(kernel, grid)(*args, **options)
+                return start(kernel, grid, blocks)(*args, **options)
 
             return call
 

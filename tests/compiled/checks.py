@@ -321,9 +321,10 @@ def against_plain(built: Built, plain: Built) -> None:
     if case.is_tree and VARIANTS[case.variant].more:
         # Terms may be of other lengths.
         added -= Counter(("mov.b32", "s_sub_i32", "v_cmp_gt_i32"))
-    if case.variant == "scatter, five terms":
-        # So may those in a table, on AMD in vector registers.
+    if VARIANTS[case.variant].more > 2:
+        # So may those in a table, on AMD in vector registers; Triton 3.6 has an address of such a weight there.
         added -= Counter(("v_subrev_u32", "v_cmp_lt_i32"))
+        added -= Counter() if as_pinned() or is_newer() else Counter(("cvt.u32.u64",))
     assert not added - (GUARD if built.flattened else Counter()), f"the inner loop has more than the plain one: {added}"
 
 
