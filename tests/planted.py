@@ -138,7 +138,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("dispatch: fused in float64", "calls/dispatch.py", "    if dtype not in FUSED_DTYPES:\n        names", "    if False:\n        names", "test_dispatch.py test_bad_input.py"),
     ("calls: one call for two dtypes", "calls/call.py", "key += each.shape, each.dtype, each.device, each.layout", "key += each.shape, each.device, each.layout", "test_calls.py test_functional.py"),
     ("calls: other rows with the sizes of the first", "calls/call.py", "splits = {**splits, self._rows[at]: sizes}", "splits = {**splits}", "test_rows.py"),
-    ("calls: rows of a residual are not checked", "calls/call.py", "if residual is not None and [*residual.shape[:-1]] != [*made]:", "if False:", "test_bad_input.py test_rows.py"),
+    ("calls: rows of a residual are not checked", "calls/call.py", "if residual is not None and [*residual.shape[:-1]] != [*made]:", "if False:", "test_rows.py"),
     ("calls: views of other rows stay", "schedules/decomposed.py", "            self._ws.views.pop(key, None)", "            pass", "test_rows.py"),
     ("agreement: numbers of rows are not compared", "workspaces/agreement.py", "*task.sizes, *task.moved, *[length", "*[length", "test_meaning.py test_rows.py"),
     ("calls: True passes for 1", "calls/call.py", "[problem, id(group), options, kinds, norm", "[problem, id(group), options, norm", "test_bad_input.py test_calls.py"),

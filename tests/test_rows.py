@@ -113,6 +113,21 @@ def test_rows_in_sequence(pool: RankPool, schedule: str, world_size: int, data: 
     pool.run(in_sequence, schedule, drawn[:3] if schedule == "fused" else drawn, world_size=world_size, timeout=400.0)
 
 
+# The first numbers of rows, then uneven ones, one rank's alone, none, and with a row more on one rank.
+TURNS = (((8, 3), "even", ""), ((5, 3), "lopsided", ""), ((9, 2), "on the last", "rows"), ((0, 3), "even", ""))
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [2, 3, 2]))
+def test_pinned_rows(pool: RankPool, schedule: str, world_size: int) -> None:
+    for kind in ("gather", "norm", "reduce") if schedule == "fused" else KINDS:
+        first = KINDS[kind]
+        drawn = [
+            (replace(first, shape=shape, how=first.how if kind in ("fsdp", "features") else how), wrong)
+            for shape, how, wrong in TURNS
+        ]
+        pool.run(in_sequence, schedule, drawn, world_size=world_size, timeout=400.0)
+
+
 def entries() -> dict[str, int]:
     """Return the number of entries of every cache of the package and of the workspaces."""
     found: dict[str, int] = {}
@@ -179,7 +194,16 @@ def shared(group: ProcessGroup) -> None:
     assert other.first is first.first
     assert found(torch.ones(2 + rank, 6), sizes=tuple(range(2, 2 + n))).first is first.first
     assert found(torch.ones(3, 5, 6)).first is not first.first
-    assert found(torch.ones(5, 6).double().float().requires_grad_(), gather_dim=-2).first is first.first
+    assert found(torch.ones(5, 6), gather_dim=-2).first is not None
+    # Checks of rows are made at every call.
+    options: dict[str, Any] = {"group": group, "schedule": "decomposed"}
+    for rows in (4, 6):
+        fusedtp.linear_all_reduce(torch.ones(rows, 6), w, residual=torch.ones(rows, 4), **options)
+        with pytest.raises(ValueError, match="residual must have the result's shape"):
+            fusedtp.linear_all_reduce(torch.ones(rows + 1, 6), w, residual=torch.ones(rows, 4), **options)
+    for sizes in ((5, 5), (4,) * (n + 1), (-1, 5)):
+        with pytest.raises(ValueError, match="sizes"):
+            fusedtp.all_gather_linear(torch.ones((3, 4)[rank], 6), w, sizes=sizes, **options)
 
 
 def test_calls_of_other_rows_are_one_call(pool: RankPool) -> None:
