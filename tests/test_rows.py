@@ -183,6 +183,8 @@ def test_new_rows_leave_nothing_behind(pool: RankPool, schedule: str) -> None:
 def shared(group: ProcessGroup) -> None:
     """Check that calls that differ in their rows share what does not depend on them, and others do not."""
     rank, n, w = group.rank(), group.size(), torch.ones(4, 6)
+    # Makes the memory, which drops the calls before.
+    fusedtp.all_gather(torch.ones(1, 1), group=group, schedule="decomposed")
 
     def found(x: Tensor, **more: Any) -> call.Call:
         before = dict(call._calls)
@@ -194,7 +196,6 @@ def shared(group: ProcessGroup) -> None:
     assert other.first is first.first
     assert found(torch.ones(2 + rank, 6), sizes=tuple(range(2, 2 + n))).first is first.first
     assert found(torch.ones(3, 5, 6)).first is not first.first
-    assert found(torch.ones(5, 6), gather_dim=-2).first is not None
     # Checks of rows are made at every call.
     options: dict[str, Any] = {"group": group, "schedule": "decomposed"}
     for rows in (4, 6):
