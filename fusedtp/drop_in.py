@@ -344,10 +344,10 @@ def _rounded(y: Tensor, dtype: torch.dtype, result_scale: Tensor | None) -> Tens
 @functools.cache
 def _rounds_twice() -> bool:
     """Return whether torch's scaled matmul rounds to float8 by way of float16 on this CPU, as oneDNN may."""
-    one = torch.ones(16, 16, dtype=torch.float8_e4m3fn)
+    one = torch.ones(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     # Just above the middle of 1 and 1.125; in float16 it is the middle, which rounds to 1.
-    above = torch.tensor((1.0625 + 2**-13) / 16)
-    y = torch_private.scaled_mm(one, one.t(), above, torch.ones(()), out_dtype=one.dtype)
+    above = torch.tensor((1.0625 + 2**-13) / 16, dtype=torch.float32, device="cpu")
+    y = torch_private.scaled_mm(one, one.t(), above, above.new_ones(()), out_dtype=one.dtype)
     return bool(y[0, 0].float() == 1)
 
 
