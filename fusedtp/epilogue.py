@@ -60,7 +60,7 @@ class Epilogue(NamedTuple):
     norm_bias: Any = None
     activation: str | None = None
     norm: str | None = None
-    eps: float = 0.0
+    eps: float = 0  # A compiler would hold 0.0 for a symbol, and compile twice.
     keeps: bool = False
     whole: bool = False
 

@@ -64,8 +64,7 @@ class Settings(NamedTuple):
         flags = "".join(["1" if flag else "0" for flag in (self.w_transposed, self.by_size, self.blocks)])
         numbers, asked = " ".join([str(rank) for rank in self.ranks]), [each or "" for each in self.asked]
         activation, norm, eps, *_ = self.epilogue.options
-        # A compiler may hold an eps that no norm uses for a symbol.
-        ends = activation or "", norm or "", f"{eps!r}" if norm else "0.0"
+        ends = activation or "", norm or "", f"{eps!r}"
         lines = self.spec, numbers, flags, *ends, str(self.leaves), " ".join(self.dtypes)
         return "\n".join([*asked, *lines, *self.group_names])
 
