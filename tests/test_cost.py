@@ -100,11 +100,14 @@ def test_measured_rows_of_a_cpu() -> None:
 
 def plain(**changes: Any) -> Hardware:
     """Return hardware with round numbers: 1 us for 1e5 bytes sent, 1e9 FLOPs a us, and no other cost unless changed."""
-    ones = ("kernel", "reduce", "collective", "ll", "copy", "store", "matrix")
-    nothing = ("collective_start", "ll_hop", "ll128_hop", "simple_hop", "copy_start", "flag", "poll", "launch", "chunk")
+    ones = ("kernel", "memory", "collective", "ll", "copy", "store", "matrix")
+    nothing = (
+        "collective_start", "torch", "ll_hop", "tree_hop", "simple_hop", "simple_start", "copy_start", "flag", "poll",
+        "launch", "chunk", "network_start",
+    )  # fmt: skip
     numbers: dict[str, Any] = {
         "link_gbps": 100, "memory_gbps": 1e9, "matrix_tflops": {"float32": 1000}, "num_sms": 0, "domain_size": 8,
-        "network_gbps": 10, "network_start_us": 0.0, "overlap_slowdown": 0.0,
+        "network_gbps": 10, "overlap_slowdown": 0.0, "own_step": 0.0,
         **{f"{name}_us": 0.0 for name in nothing}, **{f"{name}_fraction": 1.0 for name in ones}, **changes,
     }  # fmt: skip
     return Hardware("plain", "plain", sources=dict.fromkeys(NUMBERS, "made up"), **numbers)
@@ -329,11 +332,11 @@ def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
         assert (free.unfused_us, free.decomposed_us) == (usual.unfused_us, usual.decomposed_us)
         assert (free.algorithm == "switch") == (M > 256)
         assert ("the switch makes the sums of fused" in free.assumptions) == (M > 256)
-        assert free.unfused_us / free.fused_us >= (1.65 if M >= 512 else 1.5)
+        assert free.unfused_us / free.fused_us >= (1.6 if M >= 512 else 1.5)
         assert free.fused_us <= usual.fused_us
         assert M <= 256 or usual.unfused_us / usual.fused_us < 1.35
     # A long contraction, whose matmul takes longer than its sums.
-    for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.25), (16384, 1.2)):
+    for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.2), (16384, 1.1)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)
         assert found.unfused_us / found.fused_us > least
     # Other ops are unchanged, and so are machines without a known switch.
