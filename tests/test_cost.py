@@ -136,6 +136,26 @@ def test_matmul_and_collectives_by_hand() -> None:
     assert started.comm_us == pytest.approx(7 + 3 * 0.1 + 2 * gather.comm_us)
 
 
+def test_tiles_of_the_library_by_hand() -> None:
+    # 2.5e5 FLOPs a us on each of 4 SMs, 1e6 bytes a us.
+    rates = {"float32": 1, "float8_e4m3fn": 1}
+    machine = plain(num_sms=4, matrix_tflops=rates, memory_gbps=2e3, memory_fraction=0.5, launch_us=1.0)
+    sizes: dict[str, Any] = {"M": 128, "N": 128, "world_size": 1, "hardware": machine, "casts": False}
+
+    def time(**changes: Any) -> float:
+        return cost.predict("all_gather_matmul", **(sizes | changes)).matmul_us
+
+    # One tile, whose contraction is cut in 4. Each SM stores at a quarter of the rate; a second kernel adds the parts.
+    stored, added = 128 * 128 * 4 * 4 / 1e6, 1 + 2 * 4 * 128 * 128 * 4 / 1e6
+    assert time(K=4096, dtype="float32") == pytest.approx(1 + 2 * 128 * 128 * 1024 / 2.5e5 + stored + added)
+    # Too short to be cut, or float8: four tiles of 64 x 64, which reach 0.55 of the rate.
+    for dtype, K, stored in (("float32", 1023, 0.065536), ("float8_e4m3fn", 4096, 0.032768)):
+        assert time(K=K, dtype=dtype) == pytest.approx(1 + 2 * 64 * 64 * K / (2.5e5 * 0.55) + stored)
+    # Five tiles are two turns of 4 SMs; ten of half the columns are three.
+    tile = 2 * 128 * 128 * 1023 / 2.5e5
+    assert time(M=5 * 128, K=1023, dtype="float32") == pytest.approx(1 + 3 * (tile / 1.6 + 0.131072))
+
+
 def test_recursion_by_hand() -> None:
     # A chunk of x travels 10.5 us and is multiplied (1024 x 1024 x K) in 2.1 us; the last chunk arrives at 31.5 us.
     sizes: dict[str, Any] = {"M": 4096, "N": 4096, "K": 1024, "world_size": 4, "dtype": "float32"}
