@@ -100,11 +100,14 @@ def test_measured_rows_of_a_cpu() -> None:
 
 def plain(**changes: Any) -> Hardware:
     """Return hardware with round numbers: 1 us for 1e5 bytes sent, 1e9 FLOPs a us, and no other cost unless changed."""
-    ones = ("kernel", "reduce", "collective", "ll", "copy", "store", "matrix")
-    nothing = ("collective_start", "ll_hop", "ll128_hop", "simple_hop", "copy_start", "flag", "poll", "launch", "chunk")
+    ones = ("kernel", "memory", "collective", "ll", "copy", "store", "matrix")
+    nothing = (
+        "collective_start", "torch", "ll_hop", "tree_hop", "simple_hop", "simple_start", "copy_start", "flag", "poll",
+        "launch", "chunk", "network_start",
+    )  # fmt: skip
     numbers: dict[str, Any] = {
         "link_gbps": 100, "memory_gbps": 1e9, "matrix_tflops": {"float32": 1000}, "num_sms": 0, "domain_size": 8,
-        "network_gbps": 10, "network_start_us": 0.0, "overlap_slowdown": 0.0,
+        "network_gbps": 10, "overlap_slowdown": 0.0, "own_step": 0.0,
         **{f"{name}_us": 0.0 for name in nothing}, **{f"{name}_fraction": 1.0 for name in ones}, **changes,
     }  # fmt: skip
     return Hardware("plain", "plain", sources=dict.fromkeys(NUMBERS, "made up"), **numbers)
@@ -131,6 +134,26 @@ def test_matmul_and_collectives_by_hand() -> None:
     machine = plain(collective_start_us=7.0, simple_hop_us=50.0, ll_hop_us=0.1, ll_fraction=0.5)
     started = cost.predict("all_gather_matmul", hardware=machine, **sizes)
     assert started.comm_us == pytest.approx(7 + 3 * 0.1 + 2 * gather.comm_us)
+
+
+def test_tiles_of_the_library_by_hand() -> None:
+    # 2.5e5 FLOPs a us on each of 4 SMs, 1e6 bytes a us.
+    rates = {"float32": 1, "float8_e4m3fn": 1}
+    machine = plain(num_sms=4, matrix_tflops=rates, memory_gbps=2e3, memory_fraction=0.5, launch_us=1.0)
+    sizes: dict[str, Any] = {"M": 128, "N": 128, "world_size": 1, "hardware": machine, "casts": False}
+
+    def time(**changes: Any) -> float:
+        return cost.predict("all_gather_matmul", **(sizes | changes)).matmul_us
+
+    # One tile, whose contraction is cut in 4. Each SM stores at a quarter of the rate; a second kernel adds the parts.
+    stored, added = 128 * 128 * 4 * 4 / 1e6, 1 + 2 * 4 * 128 * 128 * 4 / 1e6
+    assert time(K=4096, dtype="float32") == pytest.approx(1 + 2 * 128 * 128 * 1024 / 2.5e5 + stored + added)
+    # Too short to be cut, or float8: four tiles of 64 x 64, which reach 0.55 of the rate.
+    for dtype, K, stored in (("float32", 1023, 0.065536), ("float8_e4m3fn", 4096, 0.032768)):
+        assert time(K=K, dtype=dtype) == pytest.approx(1 + 2 * 64 * 64 * K / (2.5e5 * 0.55) + stored)
+    # Five tiles are two turns of 4 SMs; ten of half the columns are three.
+    tile = 2 * 128 * 128 * 1023 / 2.5e5
+    assert time(M=5 * 128, K=1023, dtype="float32") == pytest.approx(1 + 3 * (tile / 1.6 + 0.131072))
 
 
 def test_recursion_by_hand() -> None:
@@ -329,11 +352,11 @@ def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
         assert (free.unfused_us, free.decomposed_us) == (usual.unfused_us, usual.decomposed_us)
         assert (free.algorithm == "switch") == (M > 256)
         assert ("the switch makes the sums of fused" in free.assumptions) == (M > 256)
-        assert free.unfused_us / free.fused_us >= (1.65 if M >= 512 else 1.5)
+        assert free.unfused_us / free.fused_us >= (1.6 if M >= 512 else 1.5)
         assert free.fused_us <= usual.fused_us
         assert M <= 256 or usual.unfused_us / usual.fused_us < 1.35
     # A long contraction, whose matmul takes longer than its sums.
-    for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.25), (16384, 1.2)):
+    for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.2), (16384, 1.1)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)
         assert found.unfused_us / found.fused_us > least
     # Other ops are unchanged, and so are machines without a known switch.

@@ -29,7 +29,7 @@ def test_few_rows_of_float8_are_not_worth_it() -> None:
         (chunked,) = of("issue 179770", way="decomposed", M=row.M)
         sizes: dict[str, Any] = {"M": row.M, "N": row.N, "K": row.K, "world_size": 8, "dtype": row.dtype}
         found = cost.predict(op, hardware="b300", casts=False, **sizes)
-        assert found.unfused_us / found.decomposed_us < 0.4
+        assert found.unfused_us / found.decomposed_us < 0.45
         assert row.us / chunked.us < 0.4
         assert found.winner == "unfused"
         # Our kernel differs from theirs, but reads the weight again for every rank's few rows.
@@ -68,7 +68,9 @@ def test_blocks_have_a_scale_for_each_32() -> None:
     assert on["b200"].matmul_us == narrow.matmul_us
     # Without a unit for block scales, torch widens both operands to bfloat16; our kernel's rate there is unmeasured.
     wide = cost.predict("all_gather_matmul", hardware="h100", **(sizes | {"dtype": "bfloat16"}))
-    widening = (4096 * 8192 + 8192 * 1024) * 7 / 3350e3 + 6 * hardware.HARDWARE["h100"].launch_us
+    widening = (4096 * 8192 + 8192 * 1024) * 7 / hardware.HARDWARE["h100"].memory + 6 * hardware.HARDWARE[
+        "h100"
+    ].launch_us
     assert on["h100"].matmul_us == pytest.approx(wide.matmul_us + widening)
     assert "torch multiplies mxfp8 as bfloat16 here" in on["h100"].assumptions
     assert any("makes mxfp8 bfloat16, at a rate that nobody" in said for said in on["h100"].assumptions)
@@ -119,7 +121,7 @@ def test_without_units_for_float8_it_is_widened_and_not_fused() -> None:
     rows = cost.predict("all_gather_matmul", hardware="h100", dtype="float8_e4m3fn", **sizes)
     assert columns.matmul_us == rows.matmul_us
     added = columns.unfused_us - rows.unfused_us - (columns.comm_us - rows.comm_us)
-    assert added == pytest.approx(8 * (2 * 3 + 8192 * 1024 * 24 / 3.35e6))
+    assert added == pytest.approx(8 * (2 * 3 + 8192 * 1024 * 24 / hardware.HARDWARE["h100"].memory))
     assert columns.fused_us > 0.9 * columns.bound_us
 
 

@@ -52,7 +52,8 @@ class Grid:
     def tile_us(self) -> float:
         config, machine = self.config, self.machine
         rate = machine.rate(self.work.dtype) * machine.kernel_fraction * (1.0 if config.block_n > 128 else NARROW_RATE)
-        return 2 * config.block_m * config.block_n * self.work.depth / (rate / machine.num_sms)
+        stored = config.block_m * config.block_n * 2 / (machine.memory / machine.num_sms)
+        return 2 * config.block_m * config.block_n * self.work.depth / (rate / machine.num_sms) + stored
 
     def pushed(self) -> Iterator[tuple[int, int, float]]:
         """Yield (distance of the peer, piece, time) of this rank's pushes, in order."""
@@ -114,7 +115,7 @@ class Grid:
             if i < sent:
                 link = max(link, time) + store
             ends[pid] = time
-        added = work.moved_bytes / (machine.memory_gbps * 1e3 * machine.reduce_fraction)
+        added = work.moved_bytes / machine.memory
         return max(*ends, link + machine.flag_us + machine.poll_us) + machine.launch_us + (n + 1) / n * added
 
 

@@ -107,8 +107,8 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
         whole = Work("gather", 8192, 3584, 8192, 8192 * 8192, 8, "bfloat16")
         config, late = producer.gather_config(rank, wide, whole, 0, "push")
         assert config.pushers == 12
-        # Pushing takes 343 us of the matmul's 798 us.
-        assert late == pytest.approx(0.43, abs=0.01)
+        # Pushing takes 343 us of the matmul's 818 us.
+        assert late == pytest.approx(0.42, abs=0.01)
         assert producer.gather_config(rank, wide, whole, 24, "push")[1] == 0
         assert producer.gather_config(rank, low, whole, 0, "push")[1] == 0
         for empty in ({"rows": 0}, {"cols": 0}, {"depth": 0}, {"rows": 128, "cols": 0}, {"rows": 128, "depth": 0}):

@@ -12,7 +12,7 @@ import re
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,19 @@ class Hardware:
     - `link_gbps`: to all peers together. `peer_gbps`: to one peer, as a small group uses only some links.
     - `memory_gbps`: read and written together. `network_gbps`: a GPU's, to other domains.
     - `matrix_tflops`: of matmuls, by dtype. `num_sms`: multiprocessors. `domain_size`: GPUs of a domain.
-    - `matrix_fraction`: a large library matmul's part of the rate. `kernel_fraction`: our kernel's part of that.
-    - `reduce_fraction`: a kernel's part of the memory bandwidth if it only adds or scales.
+    - `matrix_fraction`: a large library matmul's part of the rate, at sustained clocks. `burst_fraction`: the same in
+      the first `BURST_US` of a cool chip (None: as sustained). `kernel_fraction`: our kernel's part of the library's.
+    - `memory_fraction`: a kernel's part of the memory bandwidth.
     - `copy_fraction`, `store_fraction`: part of the link that the copy engine reaches, and a kernel's stores.
     - `collective_fraction`, `ll_fraction`, `switch_fraction`: part of the link that the library's collectives reach
       with long messages, short ones, and sums in the switch (None if it cannot).
+    - `own_step`: time of a collective for a rank's own data, as a fraction of that for one peer's.
     - `multicast_fraction`, `multicast_sum_fraction`: part of the link that our kernel reaches with reads or stores
       through the switch, and with both at once.
     - `overlap_slowdown`: a matmul's extra time beside arriving data, as a fraction.
-    - `collective_start_us`, `switch_start_us`: start of a library's collective, and more for one in the switch.
-    - `ll_hop_us`, `ll128_hop_us`, `simple_hop_us`: from one rank to the next, by NCCL's protocol.
+    - `collective_start_us`: start of a library's collective. `simple_start_us`, `switch_start_us`: more for long
+      messages, and in the switch. `torch_us`: torch's part, whose streams wait for one another.
+    - `ll_hop_us`, `tree_hop_us`, `simple_hop_us`: from one rank to the next, by NCCL's algorithm and protocol.
     - `copy_start_us`, `network_start_us`: start of a copy engine's copy, and of a message between domains.
     - `flag_us`: a wait until the signal is there. `poll_us`: from then until the program continues.
     - `launch_us`: a kernel after another; on a CPU, the host's cost of an op. `lone_us`: a kernel timed alone.
@@ -58,20 +61,24 @@ class Hardware:
     sources: Mapping[str, str] = field(repr=False)
     peer_gbps: float | None = None
     kernel_fraction: float = 0.97
-    reduce_fraction: float = 0.85
-    collective_fraction: float = 0.75
-    ll_fraction: float = 0.3
+    burst_fraction: float | None = None
+    memory_fraction: float = 0.85
+    collective_fraction: float = 0.8
+    ll_fraction: float = 0.42
+    own_step: float = 0.6
     switch_fraction: float | None = None
     multicast_fraction: float | None = None
     multicast_sum_fraction: float | None = None
     copy_fraction: float = 0.82
     store_fraction: float = 0.76
     overlap_slowdown: float = 0.19
-    collective_start_us: float = 18.0
-    ll_hop_us: float = 0.6
-    ll128_hop_us: float = 1.9
-    simple_hop_us: float = 3.4
-    switch_start_us: float = 38.0
+    collective_start_us: float = 5.1
+    torch_us: float = 9.0
+    ll_hop_us: float = 1.0
+    tree_hop_us: float = 1.5
+    simple_start_us: float = 9.0
+    simple_hop_us: float = 2.5
+    switch_start_us: float = 66.0
     copy_start_us: float = 2.7
     flag_us: float = 1.5
     poll_us: float = 1.0
@@ -94,6 +101,16 @@ class Hardware:
             known = " or ".join(self.matrix_tflops)
             raise ValueError(f"no matmul rate of {dtype} is known for {self.name}: give dtype {known}, or matmul_us")
         return self.matrix_tflops[dtype] * 1e6 * self.matrix_fraction
+
+    @property
+    def memory(self) -> float:
+        """Return the bytes per microsecond that a kernel reads and writes together."""
+        return self.memory_gbps * 1e3 * self.memory_fraction
+
+    @property
+    def burst(self) -> Hardware:
+        """Return this machine at burst clocks: those of its first `BURST_US` of matmuls."""
+        return replace(self, matrix_fraction=self.burst_fraction or self.matrix_fraction)
 
     def multiplied(self, dtype: str) -> str:
         """Return the dtype that the library multiplies operands of `dtype` in: `dtype`, or a wider one for float8."""
@@ -123,7 +140,7 @@ class Hardware:
     @property
     def start_bytes(self) -> int:
         """Return the bytes that the link carries in the time a collective takes to start."""
-        return int(self.collective_start_us * self.link_gbps * 1e3 * self.collective_fraction)
+        return int((self.collective_start_us + self.torch_us) * self.link_gbps * 1e3 * self.collective_fraction)
 
 
 FLOAT8 = tuple(dtype for dtype in ITEMSIZE if is_float8(dtype))
@@ -139,16 +156,24 @@ _ON_SHEET = ("link_gbps", "memory_gbps", "matrix_tflops", "num_sms", "domain_siz
 def _machines() -> Iterator[Hardware]:
     table: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
     fitted: dict[str, str] = table.pop("fitted")
+    generations: dict[str, dict[str, Any]] = table.pop("generations")
     elsewhere = {
         name: source if source.startswith("assumed") else f"assumed as on {source}" for name, source in fitted.items()
     }
     for name, entry in table.items():
         shared = fitted if entry.pop("is_fitted", False) else elsewhere
-        sources = dict.fromkeys(_ON_SHEET, entry.pop("sheet")) | shared | entry.pop("sources")
-        yield Hardware(name, sources=sources, **entry)
+        generation = dict(generations.get(entry.pop("generation", ""), {}))
+        source = generation.pop("source", "")
+        of_generation = dict.fromkeys(generation, source)
+        sources = dict.fromkeys(_ON_SHEET, entry.pop("sheet")) | shared | of_generation | entry.pop("sources")
+        yield Hardware(name, sources=sources, **(generation | entry))
 
 
 HARDWARE: dict[str, Hardware] = {each.name: each for each in _machines()}
+
+# A matmul of this many microseconds, called 36 times in a row, is the longest that runs at burst clocks: NVIDIA
+# AIConfigurator's tables of H100, H200 and B200.
+BURST_US = 300.0
 
 # Rates and latencies beyond these are not real, and may overflow or divide by 0.
 LEAST_RATE, MOST_RATE, MOST_US = 1e-9, 1e9, 1e9
@@ -220,8 +245,8 @@ def measured_cpu(
         name, name, collective_gbps, memory_gbps, dict(matrix_tflops), 0, 1 << 16, collective_gbps, 1.0,
         dict.fromkeys(NUMBERS, source), collective_fraction=1.0, copy_fraction=1.0, store_fraction=1.0,
         kernel_fraction=1.0, overlap_slowdown=0.0, collective_start_us=collective_start_us, copy_start_us=0.0,
-        flag_us=flag_us, poll_us=0.0, launch_us=host_us, lone_us=host_us, chunk_us=0.0,
-        reduce_fraction=1.0, in_place=True,
+        torch_us=0.0, flag_us=flag_us, poll_us=0.0, launch_us=host_us, lone_us=host_us, chunk_us=0.0,
+        memory_fraction=1.0, own_step=0.0, in_place=True,
     )  # fmt: skip
 
 

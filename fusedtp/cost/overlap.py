@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import product
 from math import ceil, log2
 
 from ..sharding.plan import ITEMSIZE, is_float8
@@ -20,35 +21,35 @@ from .work import SUBTREES, Work
 # S is the bytes of the whole tensor, n the number of ranks, W the link. Times are microseconds. The library is NCCL
 # inside one domain, with its fastest algorithm:
 #
-#     gather, scatter   ring of short messages (LL)      start + (n-1) ll_hop + (n-1) S / (n W ll_fraction)
-#                       ring of long ones (Simple)       start + (n-1) simple_hop + (n-1) S / (n W collective_fraction)
-#                       in the switch (NVLS)             start + switch_start + S / (W switch_fraction)
-#     all-reduce        tree of short messages (LL)      start + 2 log2 n ll_hop + 2 (n-1) S / (n W ll_fraction)
-#                       ring of long ones (LL128)        start + 2 (n-1) ll128_hop
-#                                                        + 2 (n-1) S / (n W collective_fraction)
+#     gather, scatter   ring of short messages (LL)      start + (n-1) ll_hop + (n-1+own) S / (n W ll_fraction)
+#                       ring of long ones (Simple)       start + simple_start + (n-1) simple_hop
+#                                                        + (n-1+own) S / (n W collective_fraction)
+#     all-reduce        ring of short messages (LL)      start + 2 (n-1) ll_hop + (2 (n-1) + own) S / (n W ll_fraction)
+#                       tree of short messages (LL)      start + 2 log2 n tree_hop + the same bytes
+#                       ring of long ones (Simple)       start + simple_start + 2 (n-1) simple_hop
+#                                                        + (2 (n-1) + own) S / (n W collective_fraction)
 #                       in the switch (NVLS)             start + switch_start + (n+1) S / (n W switch_fraction)
 #
-# Short messages carry a flag with each word: less latency, less bandwidth. In an all-reduce in the switch, a rank's
-# link carries the whole tensor once to the switch, and 1/n of the sums back. A machine whose `switch_fraction` is None
-# has no NVLS. NCCL chooses by a table of its own, which is not always the fastest: between 2 and 4 MB its times are up
-# to 14 % longer than these.
-# The hop latencies are those of NCCL's own tuning; `hardware` lists the other fits and their rows.
+# A rank's own data is handled too, in `own` of a peer's time: two ranks reach less of the link than eight. Short
+# messages carry a flag with each word: less latency, less bandwidth. In an all-reduce in the switch, a rank's link
+# carries the whole tensor once to the switch, and 1/n of the sums back. A machine whose `switch_fraction` is None has
+# no NVLS. NCCL chooses by a table of its own, which is not always the fastest. `library_us` is the library's own time;
+# torch adds `torch_us`.
 def library_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware) -> float:
     """Return the microseconds of the library's collective of `num_bytes`, whole, among ranks that reach each other."""
     n, sums = num_ranks, kind == "all_reduce"
-    link = machine.link(n)
-    sent = (2 if sums else 1) * (n - 1) / n * num_bytes / link
+    link, steps = machine.link(n), (2 if sums else 1) * (n - 1)
+    sent = (steps + machine.own_step) / n * num_bytes / link
     if machine.in_place:
         hops = 2 * ceil(log2(n)) if sums else n - 1
         return machine.collective_start_us + hops * machine.flag_us + sent / machine.collective_fraction
-    short, long = sent / machine.ll_fraction, sent / machine.collective_fraction
+    short = steps * machine.ll_hop_us
     if sums:
-        ways = [2 * ceil(log2(n)) * machine.ll_hop_us + short, 2 * (n - 1) * machine.ll128_hop_us + long]
-    else:
-        ways = [(n - 1) * machine.ll_hop_us + short, (n - 1) * machine.simple_hop_us + long]
-    if machine.switch_fraction is not None:
-        carried = num_bytes * ((n + 1) / n if sums else 1)
-        ways.append(machine.switch_start_us + carried / link / machine.switch_fraction)
+        short = min(short, 2 * ceil(log2(n)) * machine.tree_hop_us)
+    long = machine.simple_start_us + steps * machine.simple_hop_us + sent / machine.collective_fraction
+    ways = [short + sent / machine.ll_fraction, long]
+    if sums and machine.switch_fraction is not None:
+        ways.append(machine.switch_start_us + (n + 1) / n * num_bytes / link / machine.switch_fraction)
     return machine.collective_start_us + min(ways)
 
 
@@ -69,7 +70,7 @@ def multicast_us(kind: str, num_bytes: float, num_ranks: int, machine: Hardware)
 
 def elementwise_us(num_bytes: float, machine: Hardware) -> float:
     """Return the microseconds of a lone kernel whose memory reads and writes sum to `num_bytes`."""
-    return machine.lone_us + num_bytes / (machine.memory_gbps * 1e3 * machine.reduce_fraction)
+    return machine.lone_us + num_bytes / machine.memory
 
 
 # Up to this many rows, `fused` runs a matmul and all-reduce as one kernel.
@@ -81,11 +82,12 @@ JOINED_ROWS = 256
 FEW_ROWS = 256
 
 # Tiles of our kernel: rows, columns, and the fraction of its best rate (`kernels.configs`). The first two are for few
-# rows. The first and the last are for 16-bit operands alone, whose best rate the last has. Assumed, as `_TILES`.
+# rows. The first and the last are for 16-bit operands alone, whose best rate the last has. Assumed.
 KERNEL_TILES = ((64, 64, 0.75), (64, 128, 0.75), (128, 128, 0.9), (128, 256, 1.0))
 
-# Two kernels cast x, as a compiler makes them: one reads magnitudes, one reads x again and writes.
-_CAST_LAUNCHES = 2
+# Two kernels cast x, as a compiler makes them: one reads magnitudes, one reads x again and writes. In a microsecond an
+# SM casts this many elements: vLLM's cast in NVIDIA AIConfigurator's float8 tables, alike on H100, H200 and Blackwell.
+_CAST_LAUNCHES, _CAST_ELEMENTS = 2, 2900
 
 # How `fused` sends gathered data: by programs of the kernel itself, or by the copy engine beside it.
 PRODUCERS = ("push", "copy")
@@ -105,12 +107,15 @@ ONE_SHOT, TWO_SHOT, IN_SWITCH = "one_shot", "two_shot", "switch"
 PUSHERS_AT_MOST = 4
 
 # Tiles that a library chooses from to fill all SMs, and the fraction of the rate that they reach: smaller tiles load
-# more per FLOP. Assumed, from the arithmetic intensity of the tiles.
-_TILES = ((128, 128, 1.0), (128, 64, 0.9), (64, 64, 0.75))
+# more per FLOP. Fitted to NVIDIA AIConfigurator's tables of bfloat16 matmuls.
+_TILES = ((128, 128, 1.0), (128, 64, 0.8), (64, 64, 0.55))
+# In at most so many parts, none shorter than this, the library cuts the contraction of 16-bit operands if tiles are few
+# (split-K). A second kernel adds the parts. Its float8 kernels do not.
+_SPLITS, _SHORTEST = (1, 2, 4, 8), 512
 
 
-# Fraction of the library's rate that a tree's tile reaches, the third of `_TILES`.
-TREE_FRACTION = _TILES[2][2]
+# Fraction of the library's rate that a tree's tile reaches, the first of `KERNEL_TILES`.
+TREE_FRACTION = KERNEL_TILES[0][2]
 
 
 class Model:
@@ -121,8 +126,7 @@ class Model:
     ) -> None:
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
-        # 1 GB/s is 1e3 bytes per microsecond.
-        self.memory = machine.memory_gbps * 1e3
+        self.memory = machine.memory
         # Time from a peer's last store until a program that waits for its signal continues.
         self.wait = machine.flag_us + machine.poll_us
         # The dtype that torch multiplies in, and that of our kernel, which needs units for float8.
@@ -160,14 +164,24 @@ class Model:
             num_bytes = (operands + rows * cols) * wide
             widening = operands * (ITEMSIZE[self.work.dtype] + wide)
             widening += rows * cols * (5 * wide + ITEMSIZE[self.work.made])
-        area = float(rows * cols)
-        if machine.num_sms:
-            area = min(
-                ceil(ceil(rows / m) * ceil(cols / n) / machine.num_sms) * machine.num_sms * m * n / fraction
-                for m, n, fraction in _TILES
-            )
+        rate, bytes_us = machine.rate(dtype), num_bytes / self.memory
+        if sms := machine.num_sms:
+            can_split = [split for split in _SPLITS if ITEMSIZE[dtype] > 1 and depth >= split * _SHORTEST]
+            times: list[float] = []
+            for (m, n, fraction), split in product(_TILES, can_split or _SPLITS[:1]):
+                waves = ceil(ceil(rows / m) * ceil(cols / n) * split / sms)
+                tile = 2 * m * n * depth / split * sms / (rate * fraction) + self.stored(m, n)
+                added = machine.launch_us + 2 * split * rows * cols * ITEMSIZE[WIDENED] / self.memory
+                times.append(max(waves * tile, bytes_us) + (added if split > 1 else 0.0))
+            time = min(times)
+        else:
+            time = max(2 * rows * cols * depth / rate, bytes_us)
         launch = 0.0 if machine.in_place else launches * machine.launch_us
-        return max(2 * area * depth / machine.rate(dtype), num_bytes / self.memory) + widening / self.memory + launch
+        return time + widening / self.memory + launch
+
+    def stored(self, rows: int, cols: int) -> float:
+        """Return the time in which a multiprocessor stores a tile: it multiplies nothing meanwhile."""
+        return rows * cols * ITEMSIZE[self.work.made] * self.machine.num_sms / self.memory
 
     @property
     def cast(self) -> float:
@@ -177,7 +191,8 @@ class Model:
             return 0.0
         own = work.rows * work.depth / (n if work.kind == "gather" else 1)
         launches = _CAST_LAUNCHES * (0.0 if self.machine.in_place else self.machine.launch_us)
-        return launches + own * (2 * ITEMSIZE[work.made] + ITEMSIZE[work.dtype]) / self.memory
+        casting = own / (self.machine.num_sms * _CAST_ELEMENTS) if self.machine.num_sms else 0.0
+        return launches + max(casting, own * (2 * ITEMSIZE[work.made] + ITEMSIZE[work.dtype]) / self.memory)
 
     @cached_property
     def comm(self) -> float:
@@ -185,12 +200,12 @@ class Model:
         n, machine, total = self.n, self.machine, self.work.moved_bytes
         if n == 1:
             return 0.0
-        time = library_us(self.work.kind, total, min(n, machine.domain_size), machine)
+        time = library_us(self.work.kind, total, min(n, machine.domain_size), machine) + machine.torch_us
         if n > machine.domain_size:
             # A domain's GPUs together receive the other domains' data while it spreads over the links inside.
             shares, inside = 2 if self.work.kind == "all_reduce" else 1, machine.domain_size
             between = self.network(shares * total / inside, ceil(n / machine.domain_size))
-            time = max(time, between) + machine.collective_start_us
+            time = max(time, between) + machine.collective_start_us + machine.torch_us
         return time
 
     def network(self, num_bytes: float, domains: int) -> float:
@@ -213,10 +228,12 @@ class Model:
         if ITEMSIZE[dtype] != ITEMSIZE[WIDENED_BLOCKS]:
             candidates = [(*KERNEL_TILES[1 if few else 2][:2], 1.0)]
         rate = machine.rate(dtype) * machine.kernel_fraction * (TREE_FRACTION if work.tree else 1.0) / sms
-        if self.given is not None:
-            rate *= self.product(work.rows, work.cols, work.depth) / self.given
+        slower = 1.0 if self.given is None else self.given / self.product(work.rows, work.cols, work.depth)
         found = [
-            (parts * ceil(rows / m) * ceil(work.cols / n), 2 * m * n * work.depth / (rate * fraction))
+            (
+                parts * ceil(rows / m) * ceil(work.cols / n),
+                slower * (2 * m * n * work.depth / (rate * fraction) + self.stored(m, n)),
+            )
             for m, n, fraction in candidates
         ]
         count, time = min(found, key=lambda tile: ceil(tile[0] / sms) * tile[1])
@@ -270,7 +287,7 @@ class Model:
         in_one = by_kernel and work.kind == "all_reduce" and bool(work.flops) and work.rows <= ONE_KERNEL_ROWS
         launch = 0.0 if in_one else machine.launch_us
         begin = launch + self.wait
-        added = total / (self.memory * machine.reduce_fraction)
+        added = total / self.memory
         if algorithm == IN_SWITCH:
             return self.in_switch()
         if algorithm == "ring":
