@@ -5,12 +5,13 @@
     y = sum over ranks of x @ w, + bias + residual
     normed = norm(y)                              of the rows of a sum
 
-An `Epilogue` goes unchanged from a public function to the kernel. Its options hold from the start. Its operands are the
-caller's tensors in a function, names in a program and its tasks, and tensors again in a schedule. The steps are applied
-in three places: here for the library's matmuls, in `kernels.epilogue` for ours, and in `calls.autograd` for gradients.
+An `Epilogue` goes from a public function to the kernel. Its options are there from the start. Its operands travel
+beside it by name, until a program names them in it, and a schedule puts the tensors in their place. The steps are
+applied in three places: here for the library's matmuls, in `kernels.epilogue` for ours, and in `calls.autograd` for
+gradients.
 
-To add an operand, add a field to `Epilogue` and its kind to `OPERANDS`, and use it in `addend`, `after`, `add_to` and
-`end`, and in the kernels' `apply`.
+To add an operand, add a field to `Epilogue` and its kind to `OPERANDS`, and use it in `addend`, `add_to` and `end`, and
+in the kernels' `apply`.
 """
 
 from __future__ import annotations
@@ -159,11 +160,6 @@ class Epilogue(NamedTuple):
         # An option is no operand's name, and stays.
         return Epilogue._make(map(tensors.get, self, self))
 
-    def normed(self, name: object, weight: Any, bias: Any, eps: object) -> Epilogue:
-        """Return the epilogue with the norm that a function's arguments ask for; ValueError if they do not fit."""
-        its, number = norms.check(name, weight, bias, eps)
-        return self._replace(norm_weight=weight, norm_bias=bias, norm=its, eps=number)
-
     # Operands of one product or sum, as tensors.
 
     def columns(self, part: slice) -> Epilogue:
@@ -186,18 +182,13 @@ class Epilogue(NamedTuple):
         return self.bias  # type: ignore[no-any-return]
 
     @property
-    def after(self) -> Epilogue:
-        """Return the steps that are left of a sum when a matmul has added the `addend`."""
-        return self if self.bias is None else self._replace(bias=None)
-
-    @property
     def ends(self) -> bool:
         """Return whether steps are left of a product when a matmul has added the `addend`."""
         return self.activation is not None
 
-    def add_to(self, total: Tensor) -> None:
-        """Add to a sum in place; columns of the bias are the sum's."""
-        if self.bias is not None:
+    def add_to(self, total: Tensor, addend: Tensor | None = None) -> None:
+        """Add to a sum in place. Columns of the bias are the sum's. `addend`: what a matmul has added already."""
+        if self.bias is not None and addend is None:
             total.add_(self.bias)
         if self.residual is not None:
             total.add_(self.residual)
@@ -208,13 +199,19 @@ class Epilogue(NamedTuple):
             return [y]
         return [y, norms.apply(self.norm, y, self.norm_weight, self.norm_bias, self.eps)]
 
-    def finish(self, total: Tensor) -> list[Tensor]:
-        """Apply the steps to a sum in place. Return it, and its norm if it has one."""
-        self.add_to(total)
-        return self.with_norm(total)
+    def finish(self, total: Tensor, addend: Tensor | None = None) -> list[Tensor]:
+        """Apply the steps to a sum in place, as `add_to`. Return it, and its norm if it has one."""
+        self.add_to(total, addend)
+        return [total] if self.norm is None else self.with_norm(total)
 
 
 NO_EPILOGUE = Epilogue()
+
+
+def of_norm(norm: object, norm_weight: Any, norm_bias: Any, norm_eps: object) -> Epilogue:
+    """Return the epilogue of the norm that a function's arguments ask for; ValueError if they do not fit."""
+    name, eps = norms.check(norm, norm_weight, norm_bias, norm_eps)
+    return Epilogue(norm=name, eps=eps)
 
 
 # Products of a library's matmuls, side by side. They have one activation, and a bias each.

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import groups
 from .activations import Activation, GatedActivation
 from .calls import arguments, autograd, problems
-from .epilogue import NO_EPILOGUE, Epilogue
+from .epilogue import NO_EPILOGUE, Epilogue, of_norm
 from .groups import Group
 from .norms import RMS_NORM, NormName
 from .op import RANK_ORDER, Options, Order
@@ -180,16 +180,15 @@ def all_gather_linear(
     - NotImplementedError: a second derivative, or forward-mode differentiation.
     """
     asked, along = Options(schedule, "auto", producer, float8, order), (gather_dim, sizes)
+    epilogue = NO_EPILOGUE if activation is None else Epilogue(activation=activation)
     problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
-        epilogue = NO_EPILOGUE if bias is None and activation is None else Epilogue(bias=bias, activation=activation)
-        return autograd.apply(problem, x, weight, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
+        return autograd.apply(problem, x, weight, {"bias": bias}, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        epilogue = Epilogue(bias=biases[0], activation=activation)
-        return (autograd.apply(problem, x, weights[0], group, asked, along, epilogue, out_dtype),)
-    epilogue = Epilogue(bias=biases, activation=activation)
-    return autograd.apply(problem, x, weights, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
+        given = {"bias": biases[0]}
+        return (autograd.apply(problem, x, weights[0], given, group, asked, along, epilogue, out_dtype),)
+    return autograd.apply(problem, x, weights, {"bias": biases}, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -254,11 +253,13 @@ def linear_reduce_scatter(
     x and weight may be `Scaled`. Each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
     asked = Options(schedule, "auto", producer, float8, order)
-    epilogue = NO_EPILOGUE if bias is None and residual is None else Epilogue(bias=bias, residual=residual)
+    epilogue, given = NO_EPILOGUE, {"bias": bias, "residual": residual}
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
-        epilogue = epilogue.normed(norm, norm_weight, norm_bias, norm_eps)
+        epilogue = of_norm(norm, norm_weight, norm_bias, norm_eps)
+        given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
     problem: Any = problems.reduce_scatter_problem
-    return autograd.apply(problem, x, weight, group, asked, (scatter_dim, sizes), epilogue, out_dtype)  # type: ignore[no-any-return]
+    along = scatter_dim, sizes
+    return autograd.apply(problem, x, weight, given, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -315,11 +316,12 @@ def linear_all_reduce(
     - `schedule`, `out_dtype`, `float8`: as in `all_gather_linear`. So are the errors.
     """
     asked = Options(schedule, algorithm, "auto", float8, order)
-    epilogue = NO_EPILOGUE if bias is None and residual is None else Epilogue(bias=bias, residual=residual)
+    epilogue, given = NO_EPILOGUE, {"bias": bias, "residual": residual}
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
-        epilogue = epilogue.normed(norm, norm_weight, norm_bias, norm_eps)
+        epilogue = of_norm(norm, norm_weight, norm_bias, norm_eps)
+        given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
     problem: Any = problems.all_reduce_problem
-    return autograd.apply(problem, x, weight, group, asked, (), epilogue, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, given, group, asked, (), epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -354,6 +356,6 @@ def fsdp_linear(
       `Scaled` operands the weight's rows travel.
     """
     asked = Options(schedule, "auto", producer, float8, order)
-    epilogue = NO_EPILOGUE if bias is None and activation is None else Epilogue(bias=bias, activation=activation)
+    epilogue = NO_EPILOGUE if activation is None else Epilogue(activation=activation)
     problem: Any = problems.fsdp_problem
-    return autograd.apply(problem, x, weight_shard, group, asked, (sizes,), epilogue, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight_shard, {"bias": bias}, group, asked, (sizes,), epilogue, out_dtype)  # type: ignore[no-any-return]

@@ -153,22 +153,25 @@ class ShardedLinear(parameters.Watched):
 
     def _linear(
         self, problem: ProblemFunction, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
-        **of_norm: Any,
+        **operands: Any,
     ) -> Any:  # fmt: skip
-        weight, bias = self.read("weight", "bias")
+        weight, operands["bias"] = self.read("weight", "bias")
+        if residual is not None:
+            operands["residual"] = residual
+        options, epilogue = (self.group, self.options, along), self.epilogue
         if not self._is_padded and self._matrices == 1:
-            epilogue = self.epilogue
-            if bias is not None or residual is not None or of_norm:
-                epilogue = epilogue._replace(bias=bias, residual=residual, **of_norm)
-            return autograd.apply(problem, x, weight, self.group, self.options, along, epilogue, of_layer=True)
+            return autograd.apply(problem, x, weight, operands, *options, epilogue, of_layer=True)
         size, several = self._sizes[self.group.rank()], self._matrices > 1
         weight = self._own("weight", weight, size, 2 + several)
-        bias = None if bias is None else self._own("bias", bias, size, 1 + several)
+        bias = operands["bias"]
+        operands["bias"] = bias = None if bias is None else self._own("bias", bias, size, 1 + several)
         if several:
-            weight, bias = weight.unbind(), (None,) * self._matrices if bias is None else bias.unbind()
-        of_norm = {name: None if each is None else parameters.local(each, 1) for name, each in of_norm.items()}
-        epilogue = self.epilogue._replace(bias=bias, residual=residual, **of_norm)
-        return autograd.apply(problem, x, weight, self.group, self.options, along, epilogue)
+            weight = weight.unbind()
+            operands["bias"] = (None,) * self._matrices if bias is None else bias.unbind()
+        for name, each in operands.items():
+            if name.startswith("norm") and each is not None:
+                operands[name] = parameters.local(each, 1)
+        return autograd.apply(problem, x, weight, operands, *options, epilogue)
 
     def _own(self, name: str, parameter: Tensor, size: int, ndim: int) -> Tensor:
         value, dim = parameters.local(parameter, parameter.ndim), self._dims[name]
@@ -348,8 +351,8 @@ class RowParallelLinear(ShardedLinear):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Return y, or y + residual, which is split like y; with a norm (normed, y)."""
-        names = "norm_weight", "norm_bias"
-        of_norm = dict(zip(names, self.read(*names), strict=True)) if self.norm else {}
+        names = ("norm_weight", "norm_bias") if self.norm else ()
+        of_norm = dict(zip(names, self.read(*names), strict=True)) if names else {}
         if not self.sequence_parallel:
             return self._linear(problems.all_reduce_problem, x, (), residual, **of_norm)  # type: ignore[no-any-return]
         along = self.scatter_dim, self.sequence_sizes

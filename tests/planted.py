@@ -116,7 +116,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("unfused: a whole bias on every part", "schedules/unfused.py", "epilogue.columns(slice(self._begins[rank], self._begins[rank + 1]))", "epilogue", "test_ops.py"),
     ("decomposed: sums in 16 bits", "schedules/decomposed.py", "total = terms[0].to(torch.float32)", "total = terms[0].clone()", "test_ops.py test_determinism.py"),
     ("decomposed: an epilogue is added twice", "schedules/decomposed.py", "    epilogue.add_to(total)\n", "    epilogue.add_to(total)\n    epilogue.add_to(total)\n", "test_options.py"),
-    ("local: no residual on one rank", "schedules/local.py", "epilogue.after.finish(summed(terms, epilogue.addend))", "epilogue.with_norm(summed(terms, epilogue.addend))", "test_options.py test_ops_local.py"),
+    ("local: no residual on one rank", "schedules/local.py", "epilogue.finish(summed(terms, addend), addend)", "epilogue.with_norm(summed(terms, addend))", "test_options.py test_ops_local.py"),
     # Layers and styles.
     ("autograd: a norm's gradients in one allocation", "calls/autograd.py", "map(torch.clone, sums)", "sums.unbind()", "test_layer_parameters.py -k memory"),
     ("autograd: compiled autograd traces an op", "calls/autograd.py", "_gradients_outside if torch.compiler.is_compiling() else _eager_gradients", "_eager_gradients", "test_compiled_autograd.py -k changed"),

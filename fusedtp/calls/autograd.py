@@ -45,31 +45,33 @@ from .operators import operator, refuse_forward_mode
 from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, keep, local, part, versions
 from .problems import Described, Settings
 
-_PLAIN = frozenset(PLAIN)
-
 
 def apply(
-    problem: ProblemFunction, x: Any, w: Any, group: Group, asked: Options, along: tuple[Any, ...] = (),
-    epilogue: Epilogue = NO_EPILOGUE, out_dtype: torch.dtype | None = None, *, of_layer: bool = False,
+    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, asked: Options,
+    along: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE, out_dtype: torch.dtype | None = None, *,
+    of_layer: bool = False,
 ) -> Any:  # fmt: skip
     """Make the call that `problem` checks and describes, without the dispatcher if possible.
 
     - `w`: a tensor, or a tuple of several weights. Then the result is a tuple too.
+    - `operands`: of the epilogue, by name: tensors or None, or tuples for several weights.
     - `along`: further arguments of `problem` after the options: a dim and its length on every rank.
-    - `epilogue`: with tensors.
+    - `epilogue`: its options.
     - `out_dtype`: dtype of the result if operands are `Scaled`.
     - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
 
     torch.autocast applies.
     """
     if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
-        return _scaled(problem, x, w, group, asked, along, epilogue, out_dtype)
+        return _scaled(problem, x, w, operands, group, asked, along, epilogue, out_dtype)
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
-    given = {"x": x, "w": w} if type(w) is not tuple else calls_.named(x, w, epilogue)
-    if epilogue is not NO_EPILOGUE and type(w) is not tuple:
+    if type(w) is tuple:
+        given = calls_.named(x, w, operands)
+    else:
         # As `call.named`, inlined because every call runs this.
-        for name, each in zip(OPERANDS, epilogue, strict=False):
+        given = {"x": x, "w": w}
+        for name, each in operands.items():
             if each is not None:
                 given[name] = each
     dispatched = torch.compiler.is_compiling()
@@ -78,8 +80,8 @@ def apply(
         if parts is not None:
             return run(calls_.find(problem, parts, group, asked, along, epilogue), given, parts)
         given = _local(given)
-    if not dispatched:
-        dispatched = not _PLAIN.issuperset(map(type, given.values()))
+    for each in given.values():
+        dispatched = dispatched or type(each) not in PLAIN
     # As in `arguments.autocast`, inlined because every call runs this.
     if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
         given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
@@ -124,6 +126,7 @@ def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[in
     return run(calls_.of(settings, numbers, x.dtype, x.device), given, given)  # type: ignore[no-any-return]
 
 
+_is_neg, _is_inference = Tensor.is_neg, Tensor.is_inference
 # The tensors that F.linear takes.
 _LINEAR = frozenset(("x", "w", "bias"))
 
@@ -137,17 +140,13 @@ def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor]) -> Any:
     x = parts["x"]
     if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
         return _by_operator(_local(given), call.settings, call.numbers)
-    negated, inference = False, False
-    for each in given.values():
-        negated = negated or each.is_neg()
-        inference = inference or each.is_inference()
-    if negated:
+    if any(map(_is_neg, given.values())):
         # Kernels read memory and ignore torch's negative bit of a view.
         plain, parts = given is parts, {name: each.resolve_neg() for name, each in parts.items()}
         given = parts if plain else {name: each.resolve_neg() for name, each in given.items()}
     if torch.is_grad_enabled():
         # Autograd would refuse only after the op has run.
-        if inference:
+        if any(map(_is_inference, given.values())):
             _refuse_inference(call, given)
         is_linear = call.is_linear and _LINEAR.issuperset(given) and given is parts
         if is_linear and holder(x) is None and holder(given["w"]) is None:
@@ -435,38 +434,39 @@ def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks
 
 @one
 def _scaled(
-    problem: ProblemFunction, x: Any, w: Any, group: Group, asked: Options, along: tuple[Any, ...], epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
+    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, asked: Options,
+    along: tuple[Any, ...], epilogue: Epilogue, out_dtype: torch.dtype | None,
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient.
-    given, operands, dtypes, blocks = _stand_ins(x, w, asked, epilogue, out_dtype)
+    given, scaled, dtypes, blocks = _stand_ins(x, w, operands, asked, epilogue, out_dtype)
     group = groups.resolve(group)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         settings, numbers = calls_.describe(problem, given, group, asked, along, epilogue)
         settings = settings._replace(dtypes=_named(dtypes), blocks=blocks)
-        given |= {name: each.data for name, each in operands.items()}
-        given |= {f"{name}.scale": each.scale for name, each in operands.items()}
+        given |= {name: each.data for name, each in scaled.items()}
+        given |= {f"{name}.scale": each.scale for name, each in scaled.items()}
         return _by_operator(given, settings, numbers)
     call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, epilogue)
     # As in `run`.
     given = {name: each.resolve_neg() for name, each in given.items()}
-    given |= {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
+    given |= {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
     with torch.no_grad():
         return _as_asked(call, call.run(given))
 
 
 def _stand_ins(
-    x: Any, w: Any, asked: Options, epilogue: Epilogue, out_dtype: torch.dtype | None
+    x: Any, w: Any, operands: Mapping[str, Any], asked: Options, epilogue: Epilogue, out_dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Scaled], tuple[torch.dtype, ...], bool]:
     # Check `Scaled` operands. Other operands and shapes obey the rules for tensors in the result's dtype: a problem
     # takes stand-ins in that dtype, with the same shape and one element of memory. Returns the call's tensors with
     # stand-ins, the operands, the dtypes of x, weights and result, and whether scales are of blocks.
-    out, blocks = arguments.check_scaled(x, w, epilogue, asked, out_dtype)
     ws = w if type(w) is tuple else (w,)
+    with_tensors = epilogue.filled(calls_.named(x, w, operands), len(ws))
+    out, blocks = arguments.check_scaled(x, w, with_tensors, asked, out_dtype)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
-    given = calls_.named(stand_ins[0], stand_ins[1:] if type(w) is tuple else stand_ins[1], epilogue)
-    operands = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
-    return given, operands, (x.data.dtype, ws[0].data.dtype, out), blocks
+    given = calls_.named(stand_ins[0], stand_ins[1:] if type(w) is tuple else stand_ins[1], operands)
+    scaled = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
+    return given, scaled, (x.data.dtype, ws[0].data.dtype, out), blocks
 
 
 def prepared(
@@ -477,14 +477,15 @@ def prepared(
 
     The operands are tensors or `Scaled`. torch.autocast does not apply.
     """
-    w, epilogue = (ws, Epilogue(bias=tuple(biases))) if len(ws) > 1 else (ws[0], Epilogue(bias=biases[0]))
+    w, bias = (ws, tuple(biases)) if len(ws) > 1 else (ws[0], biases[0])
+    operands: dict[str, Any] = {"bias": bias}
     if isinstance(x, Scaled):
-        given, operands, dtypes, blocks = _stand_ins(x, w, asked, epilogue, out_dtype)
+        given, scaled, dtypes, blocks = _stand_ins(x, w, operands, asked, NO_EPILOGUE, out_dtype)
         call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along)
-        return call, given | {name: Quantized.of(each, dtypes[2]) for name, each in operands.items()}
-    given = calls_.named(x, w, epilogue)
+        return call, given | {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
+    given = calls_.named(x, w, operands)
     if any(type(each) not in PLAIN for each in given.values()):
         # A compiler's tensors: their lengths may be symbols, which cannot be looked up.
-        described = calls_.describe(problem, given, group, asked, along, epilogue)
+        described = calls_.describe(problem, given, group, asked, along, NO_EPILOGUE)
         return calls_.of(*described, x.dtype, x.device), given
     return calls_.find(problem, given, group, asked, along), given

@@ -405,14 +405,17 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
 ProblemFunction: TypeAlias = Callable[..., Described]
 
 
-def named(x: Any, w: Any, epilogue: Epilogue) -> dict[str, Any]:
-    """Return the tensors of a call by name. `w`: a weight, or a tuple of several. A compiler can trace the code."""
+def named(x: Any, w: Any, operands: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a call by name, without those that are None. A compiler can trace the code.
+
+    `w`, and the epilogue's operands: tensors, or tuples for several weights.
+    """
     if type(w) is not tuple:
-        return {"x": x, "w": w} | epilogue.given()
+        return {"x": x, "w": w} | {name: each for name, each in operands.items() if each is not None}
     given: dict[str, Any] = {"x": x}
     for i, each in enumerate(w):
         given[f"w{i or ''}"] = each
-        for name, several in epilogue.given().items():
+        for name, several in operands.items():
             if several[i] is not None:
                 given[f"{name}{i or ''}"] = several[i]
     return given
@@ -449,7 +452,8 @@ def find(
     # One function, because every call runs it.
     options = (*asked, *along)
     if epilogue is not NO_EPILOGUE:
-        options += epilogue[FIRST_OPTION:]
+        # Activation, norm and eps; the others are of a run.
+        options += epilogue[FIRST_OPTION:-2]
     kinds = tuple(map(type, options))
     key: list[Any] | None = [problem, id(group), options, kinds, *given]
     if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):

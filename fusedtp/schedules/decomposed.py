@@ -413,7 +413,7 @@ class DecomposedScatter(Laid):
             _sum_into(terms, epilogue, out)
         else:
             trace.timed("add", -1, _sum_into, terms, epilogue, out)
-        return epilogue.with_norm(out)
+        return [out] if epilogue.norm is None else epilogue.with_norm(out)
 
     def sum_into(self, epilogue: Epilogue, out: Tensor, gather: DecomposedGather, *, own: Tensor | None) -> None:
         mine = out[self._part]

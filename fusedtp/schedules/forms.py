@@ -113,6 +113,7 @@ class Summing(Form):
     def __init__(self, on: Verbs, task: Task) -> None:
         self._multiplies, self._gathers = task.op.multiplies, "x" in task.shapes
         self._lefts, self._rights, self._epilogue = task.each("a"), task.each("b"), task.epilogue.of(0)
+        self._binds = any(self._epilogue.operands)
         self._task: Task
         self._scatter: Scatter
         self._gather: Gather
@@ -146,7 +147,7 @@ class Scattering(Summing):
     def _finish(self, operands: Operands) -> list[Tensor]:
         if not self._multiplies:
             return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True, out=operands.get("out"))
-        epilogue = self._epilogue.bind(operands)
+        epilogue = self._epilogue.bind(operands) if self._binds else self._epilogue
         outs = self._scatter.sum(epilogue, own=None, last=not self._gathers, out=operands.get("out"))
         if not self._gathers:
             return outs
@@ -180,7 +181,8 @@ class Reducing(Summing):
 
     def _sum(self, operands: Operands) -> list[Tensor]:
         own = None if self._multiplies else operands["a"]
-        return self._scatter.sum(self._epilogue.bind(operands), own=own, last=True, out=operands.get("out"))
+        epilogue = self._epilogue.bind(operands) if self._binds else self._epilogue
+        return self._scatter.sum(epilogue, own=own, last=True, out=operands.get("out"))
 
     def _show(self, operands: Operands) -> None:
         epilogue, own = self._epilogue.bind(operands), None if self._multiplies else operands["a"]

@@ -154,7 +154,8 @@ class LocalScatter:
             epilogue.add_to(total)
             made = total.to(terms[0][0].dtype)
             return epilogue.with_norm(made if out is None else out.copy_(made))
-        return epilogue.after.finish(summed(terms, epilogue.addend, out=out))
+        addend = epilogue.addend
+        return epilogue.finish(summed(terms, addend, out=out), addend)
 
 
 def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:

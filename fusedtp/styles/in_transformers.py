@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import collectives
 from ..calls import autograd, dispatch, operators, problems
-from ..epilogue import Epilogue
 from ..shards import offsets
 from ..switch import Switch
 from .embeddings import look_up
@@ -153,13 +152,11 @@ class _Columns(_Linear):
 
         def forward(input: Tensor) -> Tensor:
             x, placement, sizes = to.receive(input)
-            given, epilogue = (module.weight, to.group, to.options), Epilogue(bias=module.bias)
+            given = module.weight, {"bias": module.bias}, to.group, to.options
             if isinstance(placement, Shard):
-                y = autograd.apply(
-                    problems.all_gather_problem, x, *given, (placement.dim, sizes), epilogue, of_layer=True
-                )
+                y = autograd.apply(problems.all_gather_problem, x, *given, (placement.dim, sizes), of_layer=True)
             else:
-                y = autograd.apply(problems.replicated_problem, x, *given, (), epilogue, of_layer=True)
+                y = autograd.apply(problems.replicated_problem, x, *given, of_layer=True)
             if gathers:
                 widths = to.sizes(module.out_features)
                 whole = _Gathered.apply(y, widths, to.group, to.options.schedule)  # type: ignore[no-untyped-call]
@@ -195,8 +192,8 @@ class _PackedColumns(_Style):
 
         def forward(input: Tensor) -> Tensor:
             x, _, _ = to.receive(input, Replicate())
-            given, epilogue = (module.weight, to.group, to.options), Epilogue(bias=module.bias)
-            return autograd.apply(problems.replicated_problem, x, *given, (), epilogue, of_layer=True)  # type: ignore[no-any-return]
+            given = module.weight, {"bias": module.bias}, to.group, to.options
+            return autograd.apply(problems.replicated_problem, x, *given, of_layer=True)  # type: ignore[no-any-return]
 
         return forward
 
@@ -209,8 +206,8 @@ class _Rows(_Linear):
 
         def forward(input: Tensor) -> Tensor:
             x, _, _ = to.receive(input, Shard(-1))
-            given, epilogue = (module.weight, to.group, to.options), Epilogue(bias=module.bias)
-            y = autograd.apply(problems.all_reduce_problem, x, *given, (), epilogue, of_layer=True)
+            given = module.weight, {"bias": module.bias}, to.group, to.options
+            y = autograd.apply(problems.all_reduce_problem, x, *given, of_layer=True)
             return to.hand_out(y, Replicate(), tuple(y.shape))  # type: ignore[no-any-return]
 
         return forward

@@ -34,7 +34,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from .. import collectives, groups
 from ..calls import arguments, autograd, dispatch, operators, problems
 from ..calls.parameters import Watched, as_dtensor, local, own_parts
-from ..epilogue import Epilogue
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
@@ -180,11 +179,11 @@ def columns(linears: Sequence[FusedColwiseLinear], input: Tensor, read: Sequence
     weight, bias = own[0] if len(own) == 1 else zip(*own, strict=True)
     x, placement, sizes = to.receive(input)
     # A gradient is laid out like its parameter: whole if the parameter is replicated, as backward has reduced it.
-    ours, epilogue = (weight, to.group, to.options), Epilogue(bias=bias)
+    ours = weight, {"bias": bias}, to.group, to.options
     if isinstance(placement, Shard):
-        ys = autograd.apply(problems.all_gather_problem, x, *ours, (placement.dim, sizes), epilogue, of_layer=True)
+        ys = autograd.apply(problems.all_gather_problem, x, *ours, (placement.dim, sizes), of_layer=True)
     else:
-        ys = autograd.apply(problems.replicated_problem, x, *ours, (), epilogue, of_layer=True)
+        ys = autograd.apply(problems.replicated_problem, x, *ours, of_layer=True)
     outs = ys if isinstance(ys, tuple) else (ys,)
     return [
         each.layouts.now().hand_out(y, Shard(-1), (*y.shape[:-1], each.out_features))
@@ -198,14 +197,14 @@ class FusedRowwiseLinear(FusedLinear):
     def forward(self, input: Tensor) -> Tensor:
         to, (weight, bias) = self.layouts.now(), self.read("weight", "bias")
         x, _, _ = to.receive(input, wanted=Shard(-1))
-        ours, epilogue = (weight, to.group, to.options), Epilogue(bias=bias)
+        ours = weight, {"bias": bias}, to.group, to.options
         shape = (*x.shape[:-1], self.out_features)
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
             along = made.dim, to.sizes(shape[made.dim])
-            y = autograd.apply(problems.reduce_scatter_problem, x, *ours, along, epilogue, of_layer=True)
+            y = autograd.apply(problems.reduce_scatter_problem, x, *ours, along, of_layer=True)
         else:
-            y = autograd.apply(problems.all_reduce_problem, x, *ours, (), epilogue, of_layer=True)
+            y = autograd.apply(problems.all_reduce_problem, x, *ours, of_layer=True)
         return to.hand_out(y, made, shape)
 
 
