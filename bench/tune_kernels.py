@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.calls.tuning import Tuned, version_here
 from fusedtp.kernels import INTERPRETED, choices
 from fusedtp.kernels.choices import Choice, applied, of_config
@@ -106,7 +106,9 @@ class Search:
         self._task = Task(
             OPS[case.op], shapes, problem.dtype, problem.m_sizes if case.kind != "all_reduce" else (), float8=float8
         )
-        self._ready: dict[Choice | None, Ready] = {None: Ready(self._task, "fused", group, self._device).prepared()}
+        self._ready: dict[Choice | None, BoundTask] = {
+            None: BoundTask(self._task, "fused", group, self._device).prepared()
+        }
         on = self._ready[None].on
         self._config, self._to_all = on.config, case.kind == "all_reduce" and on.one_shot(self._task)
         self.usual: Choice = of_config(self._config)
@@ -218,7 +220,7 @@ class Search:
         def load() -> None:
             if choice not in self._ready:
                 chosen = None if choice is None else choice._asdict()
-                ready = Ready(self._task, "fused", self._group, self._device, choice=chosen)
+                ready = BoundTask(self._task, "fused", self._group, self._device, choice=chosen)
                 self._ready[choice] = ready.prepared()
             ready = self._ready[choice]
             assert ready.ws is not None

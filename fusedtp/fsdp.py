@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import lanes, locks
 from .calls import dispatch
-from .calls.dispatch import Ready
+from .calls.dispatch import BoundTask
 from .calls.operators import ready_for
 from .op import ALL_GATHER, REDUCE_SCATTER, Op
 from .schedules import SCHEDULES
@@ -172,7 +172,7 @@ def _nothing() -> None:
     pass
 
 
-def _blocks(ready: Ready) -> bool:
+def _blocks(ready: BoundTask) -> bool:
     # Ops of a process group on a CPU, from several threads, would be in another order on every rank.
     return ready.ws is None and not ready.on_gpu
 

@@ -53,7 +53,7 @@ from .shards import check_sizes, chunk_sizes
 _PADDED = "padded_sizes"
 
 
-class ShardedLinear(parameters.Watched):
+class ShardedLinear(parameters.TrackedModule):
     """Linear layer whose parameters are split over the ranks of a group.
 
     The weight is split along its output features (`_dim` 0) or its input features (`_dim` 1).

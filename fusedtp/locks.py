@@ -76,7 +76,7 @@ def refuse(key: _Key, holder: tuple[int, str], op: str) -> NoReturn:
     raise RuntimeError(f"{op}: {other} is under way in thread {thread!r} {_REFUSALS[what].format(name=name)}")
 
 
-class Open:
+class ActiveCall:
     """Call of a function of this package.
 
     `returned` is true if the caller has the result, or an error after which ranks are still in the same order of ops.
@@ -86,18 +86,18 @@ class Open:
 
 
 class _Here(threading.local):
-    call: Open | None = None
+    call: ActiveCall | None = None
 
 
 _here = _Here()
 
 
-def current() -> Open | None:
+def current() -> ActiveCall | None:
     """Return the call that this thread is in, or None."""
     return _here.call
 
 
-def within(call: Open | None, function: Callable[[], R]) -> R:
+def within(call: ActiveCall | None, function: Callable[[], R]) -> R:
     """Call the function in this thread as a part of `call`, which was made in another."""
     try:
         _here.call = call
@@ -107,13 +107,13 @@ def within(call: Open | None, function: Callable[[], R]) -> R:
 
 
 def one(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that each call is `Open`, except inside another call or under a compiler."""
+    """Decorate a function so that each call is `ActiveCall`, except inside another call or under a compiler."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _here.call is not None or torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        mine = Open()
+        mine = ActiveCall()
         try:
             _here.call = mine
             result = function(*args, **kwargs)

@@ -349,7 +349,7 @@ def head_turns(num_tiles: int, programs: int, pushers: int, late: float) -> int:
     return min(int(late * -(-num_tiles // programs)), num_tiles // early) if pushers and early > 0 else 0
 
 
-class KnownGather(NamedTuple):
+class GatherLaunchParams(NamedTuple):
     """Launch parameters: how operands are read, the tile, the programs, and the compiler's options."""
 
     config: Config
@@ -432,7 +432,7 @@ class GatherMatmul:
     def _find_out(
         self, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor], cs: Sequence[torch.Tensor], pushed: bool,
         epilogue: TileEpilogue,
-    ) -> KnownGather:  # fmt: skip
+    ) -> GatherLaunchParams:  # fmt: skip
         M, K, sizes, pitch, config = cs[0].shape[0], bs[0].shape[0], self.sizes, self.pitch, self.config
         on_rows, rank, in_place = self.on_rows, channel.rank, own_in_place(a) and not self.joined
         pieces = -(-a.shape[0] // self.piece_rows) * (1 if self.switch else channel.world_size)
@@ -459,7 +459,7 @@ class GatherMatmul:
             flatten = False
         rows_aligned = aligned if in_chunks else M % 16 == 0
         flags = a_by, in_place, self.piece_rows, aligned, rows_aligned, self.joined
-        return KnownGather(
+        return GatherLaunchParams(
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by), (config.programs + pushers,),

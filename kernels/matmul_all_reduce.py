@@ -31,7 +31,7 @@ from .matmul import Tile, matmul_tiles
 from .matmul_scatter import rounded, send_tile
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import (
-    Known,
+    LaunchParams,
     Left,
     Operand,
     Right,
@@ -362,7 +362,7 @@ class MatmulAllReduce:
         )  # fmt: skip
         return None if started is None else started._replace(scratch=sums)
 
-    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> Known:
+    def _find_out(self, a: torch.Tensor, b: torch.Tensor) -> LaunchParams:
         config, rank, world_size = fitted_to(self._config, [a], [b]), self._rank, self._world_size
         down, across = -(-a.shape[0] // config.block_m), -(-b.shape[1] // config.block_n)
         own = across if self._to_all else (rank + 1) * across // world_size - rank * across // world_size
@@ -373,4 +373,4 @@ class MatmulAllReduce:
             splits = splits_of(down * across, num_blocks, config.programs, config.splits)
         tiles = tiles_of(config, flatten=False, scales=self._scales)
         roles = roles_of(splits * down * across, down * own, down * (across - own), config.programs, self._adders)
-        return Known(config, a_by, b_by, tiles, down * across, options(config, a_by, b_by), splits, roles)
+        return LaunchParams(config, a_by, b_by, tiles, down * across, options(config, a_by, b_by), splits, roles)

@@ -21,7 +21,7 @@ from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import Channel, Config, Memo, in_16_bytes, options
 from .loading import Started, launch
 from .matmul import locate_in_chunks, locate_whole, matmul_tiles
-from .operands import Known, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
+from .operands import LaunchParams, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
 from .prepared import prepares
 from .scales import scale_columns
 from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
@@ -176,7 +176,7 @@ class MatmulScatter:
             known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> Known:
+    def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> LaunchParams:
         # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         leaves, lengths = self._leaves, [a.shape[1] for a in lefts]
         config = fitted_to(whole_leaves(self._config, lengths, leaves), lefts, rights)
@@ -188,4 +188,4 @@ class MatmulScatter:
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)
-        return Known(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by))
+        return LaunchParams(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by))

@@ -138,7 +138,7 @@ class Columns(NamedTuple):
     scale_stride: tl.tensor
 
 
-class Known(NamedTuple):
+class LaunchParams(NamedTuple):
     """Launch parameters of a kernel that scatters; splits, roles: of `matmul_all_reduce`."""
 
     config: Config

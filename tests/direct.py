@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS, Task
 from fusedtp.schedules.forms import Prepared
@@ -52,7 +52,7 @@ def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, *
     """
     into = options.pop("outs", ())
     given, task = named(op, *operands, norm=options.get("norm", "")), task_of(op, *operands, **options)
-    outs = Ready(task, schedule, group, given["a"].device).run(given, into)
+    outs = BoundTask(task, schedule, group, given["a"].device).run(given, into)
     assert [tuple(out.shape) for out in outs] == [tuple(shape) for shape in task.results(group.rank())]
     return outs
 

@@ -22,8 +22,8 @@ from .harness import few_kernels
 
 ROWS, IN, OUT = 6, 8, 12
 # A function of a module's own tensors, or a module, with its input. What is compared are the gradients of all leaves.
-Made = tuple[nn.Module, Tensor]
-Maker = Callable[[ProcessGroup], Made]
+OutputShape = tuple[nn.Module, Tensor]
+Maker = Callable[[ProcessGroup], OutputShape]
 
 
 class Function(nn.Module):
@@ -56,7 +56,7 @@ def layer(kind: Any, *sizes: int, features: int = IN, **options: Any) -> Maker:
 
 
 def styled(plan: Callable[[], dict[str, Any]], dense: Callable[[], nn.Module], x: Callable[[], Tensor]) -> Maker:
-    def make(group: ProcessGroup) -> Made:
+    def make(group: ProcessGroup) -> OutputShape:
         return parallelize_module(dense(), DeviceMesh.from_group(group, "cpu"), plan()), x()
 
     return make

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.explain import NAMED
 from fusedtp.sharding.notation import parse
 from fusedtp.sharding.plan import plan
@@ -48,9 +48,9 @@ class Count:
 @contextlib.contextmanager
 def counting() -> Iterator[Count]:
     """Count every task that runs over a group, and every tensor that autograd saves."""
-    count, run = Count(), Ready.run
+    count, run = Count(), BoundTask.run
 
-    def counted(ready: Ready, operands: Mapping[str, Any]) -> list[Tensor]:
+    def counted(ready: BoundTask, operands: Mapping[str, Any]) -> list[Tensor]:
         # The planner chooses whether a matmul is transposed.
         task = ready.task
         each = [(task.op.name, operands["a"])]
@@ -70,7 +70,7 @@ def counting() -> Iterator[Count]:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with mock.patch.object(Ready, "run", counted), hooks:
+    with mock.patch.object(BoundTask, "run", counted), hooks:
         yield count
 
 

@@ -297,7 +297,9 @@ def test_blocks_are_fused_where_a_unit_takes_their_scales(target: str, refuses: 
     assert float8.widens_blocks(target) == (f"{widens} multiplies no blocks with scales" if widens else "")
     gpu = {"9.0": HARDWARE["h100"], "10.0": HARDWARE["b200"]}.get(target)
     for shape_of in (gpu, None):
-        path = dispatch._decide(float8_task(in_blocks=True), 2, dispatch.Knowledge(None, shape_of, target), True, False)
+        path = dispatch._decide(
+            float8_task(in_blocks=True), 2, dispatch.SharedConfig(None, shape_of, target), True, False
+        )
         assert (path.schedule == "fused") == (not widens)
         assert path.reason.endswith(f"not fused: {refused or float8.widens_blocks(target)}") == bool(widens)
 
@@ -316,23 +318,23 @@ def test_a_gpu_without_float8_refuses_fused_and_auto_says_why(monkeypatch: pytes
     assert dispatch.choose(float8_task(), "fused", group, device).schedule == "fused"
     for gpu in (HARDWARE["a100"], None):
         for capturing in (False, True):
-            path = dispatch._decide(float8_task(), 2, dispatch.Knowledge(None, gpu, "8.0"), True, capturing)
+            path = dispatch._decide(float8_task(), 2, dispatch.SharedConfig(None, gpu, "8.0"), True, capturing)
             assert path.schedule in (("unfused",) if capturing else ("unfused", "decomposed"))
             assert path.reason.endswith("not fused: float8 is multiplied since capability 8.9, this GPU has 8.0")
     asked = float8_task("matmul_all_reduce", algorithm="one_shot")
-    assert dispatch._decide(asked, 2, dispatch.Knowledge(None, None, "8.0"), True, False).schedule == "decomposed"
-    assert dispatch._decide(float8_task(), 2, dispatch.Knowledge(None, None, "9.0"), True, False).schedule == "fused"
+    assert dispatch._decide(asked, 2, dispatch.SharedConfig(None, None, "8.0"), True, False).schedule == "decomposed"
+    assert dispatch._decide(float8_task(), 2, dispatch.SharedConfig(None, None, "9.0"), True, False).schedule == "fused"
     dispatch._check_float8.cache_clear()
 
 
 def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
     ms = {"unfused": 1.0, "decomposed": 2.0}
     narrow = Sample("all_gather_matmul", 2, "bfloat16", 512, 1024, 512, ms)
-    known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (narrow,), {}), None)
+    known = dispatch.SharedConfig(tuning.Table({"cpu": "any"}, (narrow,), {}), None)
     path = dispatch._decide(float8_task(), 2, known, False, False)
     assert path.schedule == "decomposed"
     assert dispatch._unmeasured("all_gather_matmul", "float8_e4m3fn") in path.reason
-    known = dispatch.Knowledge(
+    known = dispatch.SharedConfig(
         tuning.Table({"cpu": "any"}, (narrow, replace(narrow, dtype="float8_e4m3fn")), {}), None
     )  # fmt: skip
     assert dispatch._decide(float8_task(), 2, known, False, False).schedule == "unfused"
@@ -341,7 +343,7 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
 @pytest.mark.parametrize(("capturing", "schedule"), [(False, "decomposed"), (True, "fused")])
 def test_a_capture_takes_no_copies_however_fast(capturing: bool, schedule: str) -> None:
     fast = Sample("all_gather_matmul", 2, "float8_e4m3fn", 512, 1024, 512, {"unfused": 1.0, "decomposed": 0.5})
-    known = dispatch.Knowledge(tuning.Table({"cpu": "any"}, (fast,), {}), None, "9.0")
+    known = dispatch.SharedConfig(tuning.Table({"cpu": "any"}, (fast,), {}), None, "9.0")
     assert dispatch._decide(float8_task(), 2, known, True, capturing).schedule == schedule
 
 
@@ -353,7 +355,7 @@ def measured_later(group: ProcessGroup) -> list[int]:
     ws.knowledge = None
     table = mock.Mock()
     table.hardware.return_value = replace(ws.hardware, name="measured")
-    known = dispatch.Knowledge(table, None), "", None
+    known = dispatch.SharedConfig(table, None), "", None
     decided = fusedtp.Path("all_reduce", "decomposed", "measured")
     before = generation.version
     with mock.patch.object(dispatch, "_share", return_value=known), \

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.explain import NAMED, CommunicationRow, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse
 
@@ -62,9 +62,9 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
     `before` has the same gather.
     """
     told: list[str] = []
-    run = Ready.run
+    run = BoundTask.run
 
-    def told_run(ready: Ready, given: Mapping[str, Any]) -> list[Tensor]:
+    def told_run(ready: BoundTask, given: Mapping[str, Any]) -> list[Tensor]:
         task, x = ready.task, given["a"]
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         words = next(kind for kind in kinds if kind in task.op.name).replace("_", "-")
@@ -75,7 +75,7 @@ def telling(held: Mapping[str, Tensor], before: Collection[str]) -> Iterator[lis
         told.append(words)
         return run(ready, given)
 
-    with mock.patch.object(Ready, "run", told_run):
+    with mock.patch.object(BoundTask, "run", told_run):
         yield told
 
 

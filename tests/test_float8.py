@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
 from fusedtp.schedules.local import mm
@@ -166,14 +166,14 @@ def bytes_of_a_gather(group: ProcessGroup) -> None:
     scales; bfloat16 takes two bytes for each element.
     """
     x, weight, sizes = torch.randn(6, 64), torch.randn(9, 64), []
-    run = Ready.run
+    run = BoundTask.run
 
-    def counted(ready: Ready, operands: Any) -> Any:
+    def counted(ready: BoundTask, operands: Any) -> Any:
         outs = run(ready, operands)
         sizes.append(ready.half_bytes)
         return outs
 
-    with mock.patch.object(Ready, "run", counted):
+    with mock.patch.object(BoundTask, "run", counted):
         for schedule in ("decomposed", "fused"):
             call = partial(fusedtp.all_gather_linear, group=group, schedule=schedule)
             call(scaled(x), scaled(weight))
@@ -316,7 +316,7 @@ def transformed(group: ProcessGroup) -> None:
         return fusedtp.all_gather_linear(Scaled(x.to(E4M3), one), Scaled(w.to(E4M3), one), group=group)
 
     with (
-        mock.patch.object(Ready, "run", side_effect=AssertionError("it is sent")),
+        mock.patch.object(BoundTask, "run", side_effect=AssertionError("it is sent")),
         pytest.raises(NotImplementedError, match=r"not implemented in torch\.func's transforms"),
     ):
         torch.vmap(call)(torch.randn(2, 4, 32))

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fusedtp
 from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.scaled import RECIPES, Casts, Quantized, casts_of
 
 from .harness import LARGE, on_gfx942, spread
@@ -288,16 +288,16 @@ def on_amds_machine(group: ProcessGroup) -> None:
     Interpreted kernels refuse fnuz before anything is sent, even scales.
     """
     sent: list[torch.dtype] = []
-    run, mesh = Ready.run, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
+    run, mesh = BoundTask.run, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
 
-    def seen(ready: Ready, operands: Any) -> Any:
+    def seen(ready: BoundTask, operands: Any) -> Any:
         sent.extend(each.data.dtype for each in operands.values() if type(each) is Quantized)
         return run(ready, operands)
 
     mlp = fusedtp.ParallelMLP(32, 48, activation="swiglu", group=group, schedule="decomposed", float8="tensorwise")
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
     x, grads = torch.randn(8, 32), []
-    with on_gfx942(), mock.patch.object(Ready, "run", seen):
+    with on_gfx942(), mock.patch.object(BoundTask, "run", seen):
         for called in (mlp, compiled):
             leaf = x.clone().requires_grad_()
             called(leaf).square().sum().backward()

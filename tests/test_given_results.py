@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS, Task
 from fusedtp.schedules import NAMES
@@ -36,7 +36,7 @@ def several_results(group: ProcessGroup, schedule: str, chunks: bool) -> None:
         epilogue = Epilogue(**asked).named(operands, sum(name in ("b", "b1") for name in operands))
         shapes = {name: shape_of(each) for name, each in operands.items()}
         task = Task(OPS[op], shapes, torch.float32, epilogue=epilogue, **options)
-        ready = Ready(task, schedule, group, CPU)
+        ready = BoundTask(task, schedule, group, CPU)
         expected = ready.run(operands)
         outs = [
             None if layout is None else laid_out(torch.full_like(each, torch.nan), layout)
@@ -92,7 +92,7 @@ def unfit(group: ProcessGroup) -> None:
     rows = {"a": x, "b": torch.ones(3, 5)}
     kept = Epilogue(activation="gelu", keeps=True)
     task = Task(OPS["all_gather_matmul"], {"a": (4, 3), "b": (3, 5)}, x.dtype, (4, 4), epilogue=kept)
-    ready = Ready(task, "decomposed", group, CPU)
+    ready = BoundTask(task, "decomposed", group, CPU)
     for outs, why in (
         ([torch.empty(8, 4)], r"result 0 must be \(\(8, 5\), torch.float32, device\(type='cpu'\)\), got \(\(8, 4\), "),
         ([torch.empty(8, 5, dtype=torch.float64)], "got .*float64"),

@@ -183,8 +183,9 @@ NOUNS = (
     "ColumnParallelLinear", "RowParallelLinear", "FSDPLinear", "ParallelMLP", "FusedColwiseParallel",
     "FusedRowwiseParallel", "FusedNormParallel", "FusedEmbeddingParallel", "FusedGroup", "Options", "Scaled",
     "Epilogue", "Spec", "Tensor", "Dim", "Partition", "Matmul", "Plan", "Step", "Route", "Call", "Settings", "Program",
-    "Named", "MatrixView", "Holder", "Op", "Task", "Quantized", "Cast", "Formats", "Ready", "Path", "Work", "Hardware",
-    "Model", "Prepared", "Verbs", "Gather", "Scatter", "Product", "Workspace", "HostSteps", "DeviceSteps", "Meaning",
+    "Named", "MatrixView", "DTensorRecord", "Op", "Task", "Quantized", "Cast", "Formats", "BoundTask", "Path", "Work",
+    "Hardware", "Model", "Prepared", "ScheduleImpl", "Gather", "Scatter", "Product", "Workspace", "HostSteps",
+    "DeviceSteps", "Fingerprint",
     "Stopwatch", "Memory", "Arena", "Exchange", "Layout", "Region", "Channel", "Config", "GatherMatmul",
     "MatmulScatter", "MatmulAllReduce",
 )  # fmt: skip

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.shards import chunk_sizes, even_sizes
 
 from .harness import LARGE, on_ranks, spread
@@ -227,13 +227,13 @@ def test_mlp_against_the_unsharded_one(group: ProcessGroup, world_size: int, dty
 def counted(group: ProcessGroup) -> list[tuple[str, int]]:
     """Return the ops of one SwiGLU forward and backward in order, with the number of their products."""
     seen: list[tuple[str, int]] = []
-    run = Ready.run
+    run = BoundTask.run
 
-    def seen_running(self: Ready, operands: Any) -> list[Tensor]:
+    def seen_running(self: BoundTask, operands: Any) -> list[Tensor]:
         seen.append((self.task.op.name, 1 if self.task.epilogue.keeps else len(self.task.results(group.rank()))))
         return run(self, operands)
 
-    with mock.patch.object(Ready, "run", seen_running):
+    with mock.patch.object(BoundTask, "run", seen_running):
         layer = fusedtp.ParallelMLP(8, 12, False, activation="swiglu", group=group)
         layer(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
     return seen

@@ -20,7 +20,7 @@ from triton.language import constexpr
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls.dispatch import Ready
+from fusedtp.calls.dispatch import BoundTask
 from fusedtp.kernels import loading
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.layout import Region
@@ -83,7 +83,7 @@ def as_on_a_gpu() -> Iterator[None]:
     on_gpu = property(lambda ready: True, lambda ready, value: None)
     with (
         mock.patch.object(Workspace, "loads_for_capture", True),
-        mock.patch.object(Ready, "on_gpu", on_gpu, create=True),
+        mock.patch.object(BoundTask, "on_gpu", on_gpu, create=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
     ):
         yield

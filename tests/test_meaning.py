@@ -217,7 +217,7 @@ def test_every_option_of_a_task_is_compared(name: str) -> None:
     changed: dict[str, Any] = {name: value}
     if name in Epilogue._fields:
         changed = {"epilogue": task.epilogue._replace(**changed)}
-    one, other = (agreement.meaning_of(each, "fused", "cpu") for each in (task, replace(task, **changed)))
+    one, other = (agreement.fingerprint_of(each, "fused", "cpu") for each in (task, replace(task, **changed)))
     if name in OWN:
         assert one.values == other.values, f"Task.{name} is compared: take it out of OWN"
     else:

@@ -34,7 +34,7 @@ NOBODY = 65534
 GET_SEALS, SEALED = 1034, 0x1 | 0x2 | 0x4  # linux/fcntl.h: no more seals, no shrinking, no growing
 
 
-class Watched(StoreExchange):
+class TrackedModule(StoreExchange):
     """An exchange that checks the arenas' files while their descriptors are open, until all ranks have mapped them."""
 
     num_seen = 0
@@ -64,7 +64,7 @@ def made(group: ProcessGroup) -> int:
     fusedtp.destroy()
     # Exceptions of other tests keep memory mapped in reference cycles until a collection.
     gc.collect()
-    exchange = Watched(group)
+    exchange = TrackedModule(group)
     memory = PosixMemory(group.rank(), group.size())
     arena = memory.allocate(1 << 16, torch.zeros(64, dtype=torch.int32), exchange)
     exchange.ended()

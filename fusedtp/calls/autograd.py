@@ -64,6 +64,8 @@ def apply(
     """
     if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
         return _scaled(problem, x, w, operands, group, asked, along, epilogue, out_dtype)
+    if group is None:
+        group = dist.group.WORLD
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     if type(w) is tuple:
@@ -280,7 +282,7 @@ def gradients(
         found["residual"] = like
     if activation := call.epilogue.activation:
         zs = activations.gradients(activation, zs, [kept[z] for z in call.products])
-    wanted = [needs.get(name, False) for name in ("x", *call.parameters)]
+    wanted = [*map(bool, map(needs.get, ("x", *call.parameters)))]
     if True in wanted:
         if by_operator:
             read = dict(zip(call.dys, zs, strict=True))

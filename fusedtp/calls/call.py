@@ -6,8 +6,8 @@
     db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
     dresidual = dy                                the caller returns it
 
-Forward and backward are programs (`program`). `dispatch.Ready` binds a program's tasks to the group, the schedule and
-its kernels in the first run.
+Forward and backward are programs (`program`). `dispatch.BoundTask` binds a program's tasks to the group, the
+schedule and its kernels in the first run.
 
 A layer makes the same call at every step. Argument checks, planning and dispatch take longer than a small matmul, so
 calls are cached in one table. The cache key is everything that was checked. An entry is valid until
@@ -40,7 +40,7 @@ from ..sharding.plan import Partition, Plan, plan
 from ..shards import even_sizes, offsets
 from ..workspaces import generation
 from .arguments import MANY, refuse_tracing
-from .dispatch import Ready, check_units
+from .dispatch import BoundTask, check_units
 from .problems import MAX_CALLS, Described, Settings, flat
 from .program import Named, Program, ProgramStep
 
@@ -94,7 +94,7 @@ class Call:
         # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
         self._programs: dict[tuple[Any, ...], Program] = {}
         # The tasks of their steps.
-        self._readies: dict[ProgramStep, Ready] = {}
+        self._readies: dict[ProgramStep, BoundTask] = {}
         # The first call that differs in its rows alone, and keys in `_calls` of the last ones.
         self.first, self.has_rows = self, False
         self.recent: deque[Any] = deque()
@@ -231,7 +231,7 @@ class Call:
         assert step.task is not None
         return step.task if self.first is self else step.task_at(operands, self.partition)
 
-    def _ready(self, step: ProgramStep, operands: Mapping[str, Any]) -> Ready:
+    def _ready(self, step: ProgramStep, operands: Mapping[str, Any]) -> BoundTask:
         ready = self._readies.get(step)
         if ready is not None and not ready.is_stale():
             return ready
@@ -242,7 +242,7 @@ class Call:
             ready = known.at(task, rows)
         else:
             asked = self.settings.asked
-            ready = step.known = Ready(
+            ready = step.known = BoundTask(
                 task, asked.schedule, self._group(step.axis), self._device, producer=asked.producer, call=self._text,
                 rows=rows,
             )  # fmt: skip

@@ -44,7 +44,7 @@ from ..schedules.forms import Prepared
 from ..shards import size_class
 from ..torch_private import graph_task, profiler_is_on
 from ..workspaces import agreement, generation
-from ..workspaces.agreement import Meaning
+from ..workspaces.agreement import Fingerprint
 from . import paths, tuning
 from .paths import Path
 from .tuning import Tuned
@@ -60,7 +60,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
-class Knowledge:
+class SharedConfig:
     """Data that the ranks of a group share, so that they make the same choice.
 
     - `table`: the measurements of `fusedtp tune`, or None.
@@ -89,8 +89,8 @@ def choose(
     if schedule != "auto":
         asked_for = _asked_for(op, schedule, dtype)
         check_units(task, schedule, group, device)
-        # `decomposed` needs no `Knowledge`. But peers may name another schedule, which ranks find only if all come this
-        # far. A capture can only run ops that have run before.
+        # `decomposed` needs no `SharedConfig`. But peers may name another schedule, which ranks find only if all come
+        # this far. A capture can only run ops that have run before.
         if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
             _know(_workspaces().get(group, device, lane), group)
         return asked_for
@@ -136,7 +136,7 @@ def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
 
 
 def _know(ws: Workspace, group: ProcessGroup) -> None:
-    # Share rank 0's `Knowledge`, once per group.
+    # Share rank 0's `SharedConfig`, once per group.
     if ws.knowledge is not None:
         return
     on_gpu = ws.device.type == "cuda"
@@ -160,7 +160,7 @@ def _shape(task: Task) -> tuple[int, int] | None:
     return (size_class(rows), size_class(cols)) if task.algorithm == "auto" else None
 
 
-class Ready(Prepared):
+class BoundTask(Prepared):
     """A task on one rank with its chosen path, which runs any number of times until `is_stale`.
 
     - `call`, `rows`: text of the call that the task is part of, and lengths of its dims, for `agreement`.
@@ -184,20 +184,20 @@ class Ready(Prepared):
         self.num_ranks = group.size()
         self._group, self._alone, self.is_prepared = generation.watch(group), self.num_ranks == 1, False
         # Key: whether a backward pass runs.
-        self._meanings: dict[bool, Meaning] = {}
-        # By schedule, as in `agreement.meaning_of`.
+        self._meanings: dict[bool, Fingerprint] = {}
+        # By schedule, as in `agreement.fingerprint_of`.
         self._fixed: dict[str, dict[bool, int]] = {}
         # For `at`: paths by what `auto` decides by, and a task with other rows by schedule, if verbs need not be made
         # anew.
         self._paths: dict[Any, Path] = {}
-        self._alike: dict[str, Ready] = {}
+        self._alike: dict[str, BoundTask] = {}
         self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
         if self._alone:
             self._prepare()
 
-    def at(self, task: Task, rows: Sequence[tuple[str, int]]) -> Ready:
+    def at(self, task: Task, rows: Sequence[tuple[str, int]]) -> BoundTask:
         """Return a task that differs from this one in its rows alone."""
-        made = object.__new__(Ready)
+        made = object.__new__(BoundTask)
         made.__dict__ = vars(self).copy()
         made.task, made._rows, made._meanings = task, rows, {}
         path = self._paths.get(self._asked_for == "auto" and _shape(task))
@@ -212,7 +212,7 @@ class Ready(Prepared):
             made._prepare()
         return made
 
-    def prepared(self) -> Ready:
+    def prepared(self) -> BoundTask:
         """Choose the path before the first run and return this task. Collective if it makes a workspace."""
         if not self.is_prepared:
             locks.alone(self._lock, self.task.op.name, self._prepare)
@@ -293,7 +293,7 @@ class Ready(Prepared):
         if meant is None:
             schedule, kind = self.path.schedule, self._device.type
             known = self._fixed.setdefault(schedule, {})
-            meant = agreement.meaning_of(self.task, schedule, kind, self._call, self._rows, known)
+            meant = agreement.fingerprint_of(self.task, schedule, kind, self._call, self._rows, known)
             self._meanings[is_backward] = meant
         ws.begin(op, meant)
         try:
@@ -439,7 +439,7 @@ def _unmeasured(op: str, dtype: str) -> str:
 
 
 def _decide(
-    task: Task, world_size: int, knowledge: Knowledge, on_gpu: bool, capturing: bool, switch: bool = False,
+    task: Task, world_size: int, knowledge: SharedConfig, on_gpu: bool, capturing: bool, switch: bool = False,
     lane: int = lanes.ORDINARY,
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, _shape(task)
@@ -465,11 +465,11 @@ def _decide(
     return Path(op, "decomposed", f"ranks share memory, and {_unmeasured(op, name)}")
 
 
-def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge, str, BaseException | None]:
+def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[SharedConfig, str, BaseException | None]:
     """Share rank 0's table of measurements and GPU with all ranks. Collective.
 
-    Return the `Knowledge`, why a table is ignored ("" if none is), and an interruption that rank 0 must raise, if any.
-    Peers get a message from rank 0 even after an error there.
+    Return the `SharedConfig`, why a table is ignored ("" if none is), and an interruption that rank 0 must raise, if
+    any. Peers get a message from rank 0 even after an error there.
     """
     message: str | None = None
     ignored, interruption = "", None
@@ -494,4 +494,4 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[Knowledge,
         found = StoreExchange(group, ws.lane).from_first(ws.making, message)
     shared = json.loads(found)
     table = tuning.parse(shared["table"]) if shared["table"] else None
-    return Knowledge(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption
+    return SharedConfig(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption

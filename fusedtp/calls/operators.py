@@ -30,7 +30,7 @@ from .. import groups, lanes, locks
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Op, Task
 from ..torch_private import forward_mode_active, transforms_active
 from ..workspaces import generation
-from .dispatch import Ready
+from .dispatch import BoundTask
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -128,7 +128,7 @@ def refuse_forward_mode() -> None:
 
 
 # Cache of collectives, by group and cache key.
-_ready: WeakKeyDictionary[ProcessGroup, dict[Any, Ready]] = generation.table(WeakKeyDictionary())
+_ready: WeakKeyDictionary[ProcessGroup, dict[Any, BoundTask]] = generation.table(WeakKeyDictionary())
 _MAX_READY = 4096
 
 
@@ -174,7 +174,7 @@ def collective(
 def ready_for(
     op: Op, x: Tensor, sizes: Sequence[int], group: ProcessGroup, schedule: str = "auto", algorithm: str = "auto",
     producer: str = "auto", call: str = "", leaves: int = 0, lane: int = lanes.ORDINARY,
-) -> Ready:  # fmt: skip
+) -> BoundTask:  # fmt: skip
     """Return the collective `op` of x [R, C] in `lane`, with options as in `collective`. It is cached."""
     shape = (x.shape[0], x.shape[1])
     key = (op.name, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves, lane)
@@ -187,7 +187,7 @@ def ready_for(
             op, {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
             any_order=leaves == AS_ANY,
         )  # fmt: skip
-        ready = kept[key] = Ready(task, schedule, group, x.device, producer=producer, call=call, lane=lane)
+        ready = kept[key] = BoundTask(task, schedule, group, x.device, producer=producer, call=call, lane=lane)
     return ready
 
 

@@ -178,7 +178,7 @@ def same_as(rank: int, tensor: Tensor, mesh: DeviceMesh, group: ProcessGroup | N
     tensor.copy_(sent)
 
 
-class Lies(NamedTuple):
+class ParameterLayout(NamedTuple):
     """Layout of a parameter over a group's mesh, with its global shape and the shape of this rank's part."""
 
     mesh: DeviceMesh
@@ -187,7 +187,7 @@ class Lies(NamedTuple):
     part: tuple[int, ...]
 
     @classmethod
-    def of(cls, parameter: Any) -> Lies:
+    def of(cls, parameter: Any) -> ParameterLayout:
         """Return the layout of a DTensor on a 1-D mesh."""
         (placement,) = parameter.placements
         return cls(parameter.device_mesh, placement, tuple(parameter.shape), tuple(local_of(parameter).shape))
@@ -219,7 +219,7 @@ class Lies(NamedTuple):
 
 
 @dataclass
-class Holder:
+class DTensorRecord:
     """Record of the DTensor that a plain tensor is the local part of.
 
     - `changes`: a tensor that shares only the DTensor's version counter.
@@ -248,7 +248,7 @@ def watch(dtensor: Any) -> None:
         # Shares the DTensor's version counter and none of its memory.
         with without_dispatch():
             changes = dtensor.detach()
-        holders[at] = Holder(changes, id(dtensor), changes._version)
+        holders[at] = DTensorRecord(changes, id(dtensor), changes._version)
         _count_changes()
 
 
@@ -259,17 +259,17 @@ def watch_all(module: nn.Module) -> None:
             watch(each)
 
 
-class Watched(nn.Module):
+class TrackedModule(nn.Module):
     """Module whose own parameters are DTensors: `holder` finds them, also after `_apply` has moved them."""
 
     # Each parameter's layout, and the DTensor spec that was last found to match it.
-    _lies: dict[str, Lies]
+    _lies: dict[str, ParameterLayout]
     _known: dict[str, Any]
 
     def keep_layout(self) -> None:
         """Hold the parameters to the layout that they have now: `check_parameters` compares with it."""
         own = self._parameters.items()
-        self._lies = {name: Lies.of(each) for name, each in own if hasattr(each, "_local_tensor")}
+        self._lies = {name: ParameterLayout.of(each) for name, each in own if hasattr(each, "_local_tensor")}
         self._known = dict.fromkeys(self._lies)
         watch_all(self)
 
@@ -307,9 +307,9 @@ def _count_changes() -> None:
     on_multi_tensor_changes(count)
 
 
-def holder(tensor: Tensor) -> Holder | None:
+def holder(tensor: Tensor) -> DTensorRecord | None:
     """Return the record of the DTensor whose local part `tensor` is or is a slice of, or None."""
-    found: dict[int, Holder] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
+    found: dict[int, DTensorRecord] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
     node: Any = None if found else tensor.grad_fn
     # The to_local() of a DTensor that the user made, or up to two views of it.
     for _ in range(3):

@@ -37,7 +37,7 @@ from ..schedules.local import mm, summed, summed_rows
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
-from .dispatch import Ready
+from .dispatch import BoundTask
 from .problems import Settings
 
 
@@ -141,7 +141,7 @@ class Split(NamedTuple):
         return tuple([size * per_index for size in sizes])
 
 
-class Sides(NamedTuple):
+class OperandDims(NamedTuple):
     """Operands of a matmul a @ b with the dims of its rows, columns and contraction. A dim that travels is outermost.
 
     `transposed`: whether the result is [cols, rows].
@@ -155,13 +155,13 @@ class Sides(NamedTuple):
     transposed: bool
 
     @classmethod
-    def of(cls, plan: MatmulPlan, a: Named, b: Named, travels: str, wanted: tuple[str, ...]) -> Sides:
+    def of(cls, plan: MatmulPlan, a: Named, b: Named, travels: str, wanted: tuple[str, ...]) -> OperandDims:
         """Return the sides of a planned matmul. The result is [cols, rows] if rows are `wanted` as the last dims."""
         rows, cols = (outermost(tuple(name for name in plan.c.names if name in x.dims), travels) for x in (a, b))
         transposed = wanted[-len(rows) :] == rows and wanted[-len(cols) :] != cols
         return cls(a, b, rows, cols, outermost(plan.contraction, travels), transposed)
 
-    def result(self, b: Named, changed: dict[str, int]) -> Made:
+    def result(self, b: Named, changed: dict[str, int]) -> OutputShape:
         """Return the result of a @ b for one of several b. `changed`: as in `Fusion`."""
         lengths = dict(zip((*self.a.dims, *b.dims), (*self.a.lengths, *b.lengths), strict=True)) | changed
         dims = (*self.cols, *self.rows) if self.transposed else (*self.rows, *self.cols)
@@ -206,9 +206,9 @@ def operands_of(
 
 
 # A tensor, its sharding, its cast to float8 (None for none), and its contracted dims.
-Use: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
+CastRequest: TypeAlias = tuple[Named, notation.Tensor, "Cast | None", Sequence[str]]
 # Dims and lengths of a tensor that a step makes.
-Made: TypeAlias = tuple[tuple[str, ...], Sequence[int]]
+OutputShape: TypeAlias = tuple[tuple[str, ...], Sequence[int]]
 # A function of tensors by name.
 Local: TypeAlias = Callable[[dict[str, Any]], Sequence[Any]]
 
@@ -234,7 +234,7 @@ class ProgramStep:
     split: Split | None = None
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frees: tuple[str, ...] = ()
-    known: Ready | None = None
+    known: BoundTask | None = None
 
     def at(self, partition: Partition) -> ProgramStep:
         """Return the step with results in the shapes that they have with other rows."""
@@ -299,13 +299,15 @@ class Program:
             kept.update(step.reads)
         return self
 
-    def _named(self, made: Sequence[Made]) -> tuple[Named, ...]:
+    def _named(self, made: Sequence[OutputShape]) -> tuple[Named, ...]:
         # A leading dot marks tensors that the program makes. Given tensors have none.
         begin = self._num_names
         self._num_names += len(made)
         return tuple([Named(f".{begin + i}", dims, tuple(lengths)) for i, (dims, lengths) in enumerate(made)])
 
-    def add(self, local: Local, reads: Sequence[str], *made: Made, of_matrices: bool = False) -> tuple[Named, ...]:
+    def add(
+        self, local: Local, reads: Sequence[str], *made: OutputShape, of_matrices: bool = False
+    ) -> tuple[Named, ...]:
         """Add a function of tensors by name, which reads these tensors and returns tensors with these dims.
 
         `of_matrices`: it returns matrices, like a task.
@@ -316,7 +318,8 @@ class Program:
         return tensors
 
     def task(
-        self, task: Task, axis: str, operands: Mapping[str, MatrixView | str], *made: Made, split: Split | None = None
+        self, task: Task, axis: str, operands: Mapping[str, MatrixView | str], *made: OutputShape,
+        split: Split | None = None,
     ) -> tuple[Named, ...]:  # fmt: skip
         """Add a task over a mesh axis, whose results have these dims. `split`: of its sizes, if rows change them."""
         tensors = self._named(made)
@@ -326,7 +329,7 @@ class Program:
         self.steps.append(step)
         return tensors
 
-    def _cast(self, uses: Sequence[Use]) -> list[Named]:
+    def _cast(self, uses: Sequence[CastRequest]) -> list[Named]:
         """Cast these tensors to float8, each once; tensors without a cast stay unchanged.
 
         A tensor with a single scale has the same scale on all ranks, which all-gather the largest magnitudes, those of
@@ -372,7 +375,7 @@ class Program:
                 found = self._largest_of(everyone, (dims, (1, count)))
         return found.name
 
-    def _largest_of(self, everyone: Named, made: Made) -> Named:
+    def _largest_of(self, everyone: Named, made: OutputShape) -> Named:
         return self.add(lambda tensors: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,), made)[0]
 
     def _bias_gradient(self, plans: Plan, dy: Named) -> Named:
@@ -507,7 +510,7 @@ class Program:
         exchanged = step is not None and step.tensor == plan.names[1]
         if exchanged:
             lefts, rights = rights, lefts
-        sides = Sides.of(plan, lefts[0], rights[0], step.dim if step is not None else "", wanted)
+        sides = OperandDims.of(plan, lefts[0], rights[0], step.dim if step is not None else "", wanted)
         # A bias runs along the result's last dim in the notation, which is b's and the last of `wanted`.
         assert epilogue.bias is None or sides.transposed == exchanged
         is_sum = len(lefts) > 1
@@ -526,7 +529,7 @@ class Program:
         its = float8[int(exchanged)] if float8 else None
         return self._task_of(plan, fusion, sides, pairs, epilogue, products, its)
 
-    def _fusion(self, step: Step, before: notation.Tensor, sides: Sides) -> Fusion:
+    def _fusion(self, step: Step, before: notation.Tensor, sides: OperandDims) -> Fusion:
         if step.kind == "all_reduce":
             return Fusion(MATMUL_ALL_REDUCE, step.axis, 0, None, {})
         split, on_rows = self.split(step, before), step.dim in sides.rows
@@ -538,8 +541,8 @@ class Program:
         return Fusion(MATMUL_REDUCE_SCATTER, step.axis, int(on_rows == sides.transposed), split, changed)
 
     def _task_of(
-        self, plan: MatmulPlan, fusion: Fusion, sides: Sides, pairs: Sequence[tuple[MatrixView, MatrixView]],
-        epilogue: Epilogue, products: Sequence[Made], float8: torch.dtype | None,
+        self, plan: MatmulPlan, fusion: Fusion, sides: OperandDims, pairs: Sequence[tuple[MatrixView, MatrixView]],
+        epilogue: Epilogue, products: Sequence[OutputShape], float8: torch.dtype | None,
     ) -> Blocks:  # fmt: skip
         """Add a matmul with its collective. `float8`: the dtype of the task's first operand, if it is cast."""
         op, settings = fusion.op, self._settings
@@ -572,7 +575,7 @@ class Program:
         return self.add(lambda tensors: ended(left, [tensors[z] for z in names]), names, *made)
 
     def _local(
-        self, pairs: Sequence[tuple[MatrixView, MatrixView]], epilogue: Epilogue, products: Sequence[Made]
+        self, pairs: Sequence[tuple[MatrixView, MatrixView]], epilogue: Epilogue, products: Sequence[OutputShape]
     ) -> Blocks:
         each_of, made = [epilogue.of(i) for i in range(len(products))], epilogue.results(products)
 
@@ -637,7 +640,7 @@ class Program:
         inner, outer = (rows, n) if on_columns else (n, rows)
         made, then, of_one, of_other = ("dw", "dx", "x", "w") if on_columns else ("dx", "dw", "w", "x")
         casts = self._recipe.get(made, {}), self._recipe.get(then, {})
-        uses: list[Use] = []
+        uses: list[CastRequest] = []
         for one_dy, one_w in zip(dy, w, strict=True):
             named = {"x": x, "w": one_w}
             uses += [

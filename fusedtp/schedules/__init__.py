@@ -21,7 +21,7 @@ from .. import lanes
 class Schedule(NamedTuple):
     """A row of the table of schedules. Its module has its name.
 
-    - `verbs`: name of the class of its `verbs.Verbs` in the module.
+    - `verbs`: name of the class of its `verbs.ScheduleImpl` in the module.
     - `has_kernels`: whether Triton kernels multiply, and wait for peers. On a CPU they are interpreted, which is never
       fast.
     - `in_graphs`: whether a CUDA graph can capture the schedule. Copies to addresses chosen on the host cannot be

@@ -28,7 +28,7 @@ from ..workspaces.workspace import Workspace
 from . import transport
 from .local import NARROW, PackedGather, mm, padded, sum_into, summed
 from .transport import travelling
-from .verbs import GatherOf, Product, ScatterOf, Verbs
+from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
 
 # On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
 # On a GPU each block would be a launch for each term.
@@ -39,8 +39,8 @@ _SUM_BLOCK_BYTES = 256 << 10
 Places: TypeAlias = tuple[Tensor, Tensor, list[tuple[int, Tensor]]]
 
 
-class Decomposed(Verbs):
-    """`verbs.Verbs` with library matmuls by chunk."""
+class Decomposed(ScheduleImpl):
+    """`verbs.ScheduleImpl` with library matmuls by chunk."""
 
     where, sums, by_host = "by chunk", "in the order of ranks: not by fused", True
 
@@ -62,12 +62,12 @@ class Decomposed(Verbs):
     def one_shot(self, task: Task) -> bool:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
 
-    def gather(self, what: GatherOf) -> DecomposedGather | DecomposedPackedGather:
+    def gather(self, what: GatherSpec) -> DecomposedGather | DecomposedPackedGather:
         if self.task.float8 is not None and not what.sums:
             return DecomposedPackedGather(self, what)
         return DecomposedGather(self, what)
 
-    def scatter(self, what: ScatterOf) -> DecomposedScatter:
+    def scatter(self, what: ScatterSpec) -> DecomposedScatter:
         return DecomposedScatter(self, what)
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ class Laid:
 class DecomposedGather(Laid):
     """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
 
-    def __init__(self, on: Decomposed, what: GatherOf) -> None:
+    def __init__(self, on: Decomposed, what: GatherSpec) -> None:
         self._ws, self._keys = on.ws, (object(), object())
         sizes, other, self._dim, products, *_ = what
         self._sizes, self._begins, longest = sizes, offsets(sizes), max(sizes)
@@ -268,7 +268,7 @@ class DecomposedGather(Laid):
 class DecomposedPackedGather(PackedGather):
     """Gather of float8: on a CPU parts are read in place, on a GPU the copy engine pushes them."""
 
-    def __init__(self, on: Decomposed, what: GatherOf) -> None:
+    def __init__(self, on: Decomposed, what: GatherSpec) -> None:
         super().__init__(on.rank, what)
         self._ws, self._in_blocks = on.ws, on.task.in_blocks
         pairs = zip(self._rows, self._cols, strict=True)
@@ -307,7 +307,7 @@ class DecomposedScatter(Laid):
     one-shot.
     """
 
-    def __init__(self, on: Decomposed, what: ScatterOf) -> None:
+    def __init__(self, on: Decomposed, what: ScatterSpec) -> None:
         self._ws, self._keys, self._dtype = on.ws, (object(), object()), on.task.dtype
         sizes, other, dim, multiplies, to_all = what
         self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all

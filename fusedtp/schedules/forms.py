@@ -17,8 +17,8 @@ from ..epilogue import NO_EPILOGUE, Epilogue, numbered
 from ..op import Task
 from ..shards import even_sizes
 from . import SCHEDULES
-from .local import Alone, multiplied
-from .verbs import Gather, GatherOf, Operands, Product, Scatter, ScatterOf, Verbs
+from .local import SingleRank, multiplied
+from .verbs import Gather, GatherSpec, Operands, Product, Scatter, ScatterSpec, ScheduleImpl
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
@@ -31,14 +31,14 @@ Stages: TypeAlias = tuple[Callable[[Operands], Any], ...]
 class Form:
     """Base of the forms that are written over any schedule's verbs."""
 
-    def at(self, on: Verbs, task: Task) -> Form:
+    def at(self, on: ScheduleImpl, task: Task) -> Form:
         """Return the form of a task that differs in its rows alone, over verbs of that task."""
         made = object.__new__(type(self))
         made.__dict__ = vars(self).copy()
         made._take(on, task)
         return made
 
-    def _take(self, on: Verbs, task: Task) -> None:
+    def _take(self, on: ScheduleImpl, task: Task) -> None:
         # Take verbs for the task's rows.
         raise NotImplementedError
 
@@ -46,7 +46,7 @@ class Form:
 class Gathering(Form):
     """Form of all_gather, and of all_gather_matmul with any number of products. Operands: see `op`."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
+    def __init__(self, on: ScheduleImpl, task: Task) -> None:
         self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
         epilogue = task.epilogue
         self._weights = [(b, epilogue.of(i)) for i, b in enumerate(task.each("b"))]
@@ -69,11 +69,11 @@ class Gathering(Form):
         self._gathered = (0, (), num_columns) if self._by_rows else (task.dim, products, num_columns)
         self._take(on, task)
 
-    def _take(self, on: Verbs, task: Task) -> None:
+    def _take(self, on: ScheduleImpl, task: Task) -> None:
         self._task = task
         begin = sum(task.sizes[: on.rank])
         self._part = slice(begin, begin + task.sizes[on.rank])
-        self._gather: Gather = on.gather(GatherOf(task.sizes, task.shapes["a"][1 - task.dim], *self._gathered))
+        self._gather: Gather = on.gather(GatherSpec(task.sizes, task.shapes["a"][1 - task.dim], *self._gathered))
 
     @property
     def stages(self) -> Stages:
@@ -110,7 +110,7 @@ class Gathering(Form):
 class Summing(Form):
     """Base of the forms that sum terms, which are products or the operand itself."""
 
-    def __init__(self, on: Verbs, task: Task) -> None:
+    def __init__(self, on: ScheduleImpl, task: Task) -> None:
         self._multiplies, self._gathers = task.op.multiplies, "x" in task.shapes
         self._lefts, self._rights, self._epilogue = task.each("a"), task.each("b"), task.epilogue.of(0)
         self._binds = any(self._epilogue.operands)
@@ -132,12 +132,12 @@ class Summing(Form):
 class Scattering(Summing):
     """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
 
-    def _take(self, on: Verbs, task: Task) -> None:
+    def _take(self, on: ScheduleImpl, task: Task) -> None:
         self._task = task
         M, N = task.moved
-        self._scatter = on.scatter(ScatterOf(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
+        self._scatter = on.scatter(ScatterSpec(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
         if self._gathers:
-            x = GatherOf(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
+            x = GatherSpec(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
             self._gather = on.gather(x)
 
     @property
@@ -161,16 +161,16 @@ class Scattering(Summing):
 class Reducing(Summing):
     """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
 
-    def _take(self, on: Verbs, task: Task) -> None:
+    def _take(self, on: ScheduleImpl, task: Task) -> None:
         self._task = task
         M, N = task.moved
         self._to_all = on.one_shot(task)
         if self._to_all:
-            self._scatter = on.scatter(ScatterOf((M,), N, 0, self._multiplies, to_all=True))
+            self._scatter = on.scatter(ScatterSpec((M,), N, 0, self._multiplies, to_all=True))
             return
         sizes = even_sizes(M, on.world_size)
-        self._scatter = on.scatter(ScatterOf(sizes, N, 0, self._multiplies))
-        self._gather = on.gather(GatherOf(sizes, N, 0, sums=True))
+        self._scatter = on.scatter(ScatterSpec(sizes, N, 0, self._multiplies))
+        self._gather = on.gather(GatherSpec(sizes, N, 0, sums=True))
         begin = sum(sizes[: on.rank])
         # This rank's part of the sum.
         self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
@@ -198,7 +198,7 @@ class Reducing(Summing):
 
 
 # Keys: the kind, or the name of an op that has its own form.
-FORMS: Mapping[str, Callable[[Verbs, Task], Any]] = {
+FORMS: Mapping[str, Callable[[ScheduleImpl, Task], Any]] = {
     "gather": Gathering, "scatter": Scattering, "all_reduce": Reducing,
 }  # fmt: skip
 
@@ -228,7 +228,7 @@ class Prepared:
 
     def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
         if self.ws is None and (group is None or group.size() == 1):
-            return Alone(self.task.leaves)
+            return SingleRank(self.task.leaves)
         row = SCHEDULES[self.schedule]
         row.check_algorithm(self.task.algorithm, self.schedule)
         return row.load()(self.ws if row.shares_memory else group, self.task, **(how if row.has_kernels else {}))

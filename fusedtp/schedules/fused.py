@@ -38,15 +38,15 @@ from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
 from .local import multiplied
-from .verbs import GatherOf, Operands, Product, ScatterOf, Verbs
+from .verbs import GatherSpec, Operands, Product, ScatterSpec, ScheduleImpl
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
     return -(-rows // config.block_m) * -(-cols // config.block_n)
 
 
-class Fused(Verbs):
-    """`verbs.Verbs` with persistent kernels.
+class Fused(ScheduleImpl):
+    """`verbs.ScheduleImpl` with persistent kernels.
 
     - `producer`: how gathered rows are sent: `auto`, `push`, `copy` or `multicast`.
     - `split`: run programs that wait for nothing as a separate kernel.
@@ -116,17 +116,17 @@ class Fused(Verbs):
             self.sums = "in the switch" if found == IN_SWITCH else f"in the order of ranks: {why}"
         return found
 
-    def gather(self, what: GatherOf) -> FusedGather:
+    def gather(self, what: GatherSpec) -> FusedGather:
         return FusedGather(self, what)
 
-    def scatter(self, what: ScatterOf) -> FusedScatter:
+    def scatter(self, what: ScatterSpec) -> FusedScatter:
         return FusedScatter(self, what)
 
 
 class FusedGather:
     """`verbs.Gather` with persistent kernels."""
 
-    def __init__(self, on: Fused, what: GatherOf) -> None:
+    def __init__(self, on: Fused, what: GatherSpec) -> None:
         sizes, other, dim, products, result, beside, sums = what
         self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
         self._shape = (sum(sizes), other)
@@ -271,7 +271,7 @@ class FusedGather:
 class FusedScatter:
     """`verbs.Scatter` with persistent kernels. Columns are rows of the transposed problem."""
 
-    def __init__(self, on: Fused, what: ScatterOf) -> None:
+    def __init__(self, on: Fused, what: ScatterSpec) -> None:
         sizes, other, dim, multiplies, to_all = what
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
         self._to_all, self._multiplies = to_all, multiplies

@@ -26,7 +26,7 @@ from ..op import Task
 from ..scaled import Matrix, Quantized, by_columns
 from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import GatherOf, Product, ScatterOf, Verbs
+from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
 
 # dtypes for which fast paths to a matmul call `padded`.
 NARROW = (torch.bfloat16, torch.float16)
@@ -86,24 +86,24 @@ def tree_product(
     return out
 
 
-class Alone(Verbs):
-    """`verbs.Verbs` for one rank; `leaves` as in `op.Task`."""
+class SingleRank(ScheduleImpl):
+    """`verbs.ScheduleImpl` for one rank; `leaves` as in `op.Task`."""
 
     rank, world_size, sums = 0, 1, "of one rank"
 
     def __init__(self, leaves: int = 0) -> None:
         self._leaves = leaves
 
-    def at(self, task: Task) -> Alone:
+    def at(self, task: Task) -> SingleRank:
         return self
 
     def one_shot(self, task: Task) -> bool:
         return True
 
-    def gather(self, what: GatherOf) -> LocalGather:
+    def gather(self, what: GatherSpec) -> LocalGather:
         return LocalGather(what.dim, self._leaves)
 
-    def scatter(self, what: ScatterOf) -> LocalScatter:
+    def scatter(self, what: ScatterSpec) -> LocalScatter:
         return LocalScatter(self._leaves)
 
 
@@ -339,7 +339,7 @@ class PackedGather:
     """
 
     # Rank r's part has `rows[r]` rows of `cols[r]` elements.
-    def __init__(self, rank: int, what: GatherOf) -> None:
+    def __init__(self, rank: int, what: GatherSpec) -> None:
         sizes, other, dim, *_ = what
         self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
         self._rows = [size if dim == 0 else other for size in sizes]

@@ -21,11 +21,11 @@ from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
 from .local import PackedGather, multiplied, sum_into
-from .verbs import GatherOf, Product, ScatterOf, Verbs
+from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
 
 
-class Unfused(Verbs):
-    """`verbs.Verbs` with torch.distributed."""
+class Unfused(ScheduleImpl):
+    """`verbs.ScheduleImpl` with torch.distributed."""
 
     sums = "as the process group adds"
 
@@ -41,17 +41,17 @@ class Unfused(Verbs):
         """Return True: the backend has an all-reduce, and chooses its algorithm."""
         return True
 
-    def gather(self, what: GatherOf) -> UnfusedGather | UnfusedPackedGather:
+    def gather(self, what: GatherSpec) -> UnfusedGather | UnfusedPackedGather:
         return UnfusedPackedGather(self, what) if self._float8 else UnfusedGather(self, what)
 
-    def scatter(self, what: ScatterOf) -> UnfusedScatter:
+    def scatter(self, what: ScatterSpec) -> UnfusedScatter:
         return UnfusedScatter(self, what)
 
 
 class UnfusedGather:
     """`verbs.Gather` with torch.distributed."""
 
-    def __init__(self, on: Unfused, what: GatherOf) -> None:
+    def __init__(self, on: Unfused, what: GatherSpec) -> None:
         self._on, self._sizes, self._dim, self._longest = on, what.sizes, what.dim, max(what.sizes)
         self._even = len(set(what.sizes)) == 1
 
@@ -99,7 +99,7 @@ class UnfusedGather:
 class UnfusedPackedGather(PackedGather):
     """Gather of float8 by one collective, of rows padded to the largest number and length."""
 
-    def __init__(self, on: Unfused, what: GatherOf) -> None:
+    def __init__(self, on: Unfused, what: GatherSpec) -> None:
         super().__init__(on.rank, what)
         self._on, self._row_bytes = on, packed_bytes(max(self._cols), blocks=on.blocks)
 
@@ -135,7 +135,7 @@ class UnfusedPackedGather(PackedGather):
 class UnfusedScatter:
     """`verbs.Scatter` with torch.distributed."""
 
-    def __init__(self, on: Unfused, what: ScatterOf) -> None:
+    def __init__(self, on: Unfused, what: ScatterSpec) -> None:
         self._on, self._sizes, self._dim, self._to_all = on, what.sizes, what.dim, what.to_all
         self._begins, self._longest = offsets(what.sizes), max(what.sizes)
         self._even = len(set(what.sizes)) == 1

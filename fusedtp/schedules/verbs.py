@@ -36,7 +36,7 @@ class Product(NamedTuple):
     out: Tensor | None = None
 
 
-class GatherOf(NamedTuple):
+class GatherSpec(NamedTuple):
     """Matrix to gather, of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
     - `products`: the kinds of the products to come.
@@ -54,7 +54,7 @@ class GatherOf(NamedTuple):
     sums: bool = False
 
 
-class ScatterOf(NamedTuple):
+class ScatterSpec(NamedTuple):
     """Sum of which rank r owns `sizes[r]` rows of `other` elements, or columns with dim 1.
 
     - `multiplies`: whether terms are products, else tensors that are `put`.
@@ -106,7 +106,7 @@ class Scatter(Protocol):
         """Put this rank's part of the sum, with the epilogue but no norm, in `out`, and send it to all by `gather`."""
 
 
-class Verbs(Protocol):
+class ScheduleImpl(Protocol):
     """Schedule on one rank, for one task. A class of verbs is made of a workspace, or of a group, and the task.
 
     - `where`: place of an epilogue in this schedule, in words.
@@ -132,10 +132,10 @@ class Verbs(Protocol):
         """Return the schedule's own form of the task, or None for one of `forms`."""
         return None
 
-    def gather(self, what: GatherOf) -> Any:
+    def gather(self, what: GatherSpec) -> Any:
         """Return a `Gather` of a matrix."""
 
-    def scatter(self, what: ScatterOf) -> Any:
+    def scatter(self, what: ScatterSpec) -> Any:
         """Return a `Scatter` of a sum."""
 
     def one_shot(self, task: Task) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from .. import collectives
 from ..calls import arguments, dispatch
-from ..calls.parameters import PLAIN, Watched, as_dtensor, local
+from ..calls.parameters import PLAIN, TrackedModule, as_dtensor, local
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
 from .linears import Derived, check_mesh, convert, derived, distribute, met_before, positive
@@ -73,7 +73,7 @@ class FusedEmbeddingParallel(ParallelStyle):
         return f"{type(self).__name__}({layouts}, schedule={self.schedule!r})"
 
 
-class FusedEmbedding(Watched, nn.Embedding):
+class FusedEmbedding(TrackedModule, nn.Embedding):
     """The class that FusedEmbeddingParallel gives an nn.Embedding; a subclass's own code runs before this one's."""
 
     mesh: DeviceMesh

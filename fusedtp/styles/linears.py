@@ -33,7 +33,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from .. import collectives, groups
 from ..calls import arguments, autograd, dispatch, operators, problems
-from ..calls.parameters import Watched, as_dtensor, local, own_parts
+from ..calls.parameters import TrackedModule, as_dtensor, local, own_parts
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes
@@ -134,7 +134,7 @@ def positive(placement: Placement, ndim: int, name: str = "layout") -> Placement
     return Shard(placement.dim % ndim)
 
 
-class FusedLinear(Watched, nn.Linear):
+class FusedLinear(TrackedModule, nn.Linear):
     """Base class of an nn.Linear whose parameters its style has laid out."""
 
     layouts: _Layouts
@@ -446,7 +446,7 @@ def convert(module: nn.Module, kind: type[nn.Module], **attributes: object) -> n
     # torch's own styles refuse such a module.
     for name, value in {"_distribute_module_applied": True, **attributes}.items():
         setattr(module, name, value)
-    if isinstance(module, Watched):
+    if isinstance(module, TrackedModule):
         module.keep_layout()
     return module
 

@@ -28,11 +28,11 @@ from torch import Tensor
 from ..op import Task
 from ..torch_private import graph_task
 
-# Limit of cached meanings, because shapes may never repeat.
+# Limit of cached fingerprints, because shapes may never repeat.
 _MAX_KEPT = 4096
 
 
-class Meaning:
+class Fingerprint:
     """Meaning of an op on one rank: names and values, as text, and a 64-bit hash of them.
 
     The text may be a function, which is called for an error.
@@ -79,10 +79,10 @@ def _said(
     return {name: str(value) for name, value in values.items()}
 
 
-def meaning_of(
+def fingerprint_of(
     task: Task, schedule: str, device: str, call: str = "", rows: Sequence[tuple[str, int]] = (),
     known: dict[bool, int] | None = None,
-) -> Meaning:  # fmt: skip
+) -> Fingerprint:  # fmt: skip
     """Return the meaning of a task in this thread, on a kind of device.
 
     - `call`: text of the call that the task is part of, which matrices do not show.
@@ -99,26 +99,23 @@ def meaning_of(
         if known is not None:
             known[backward] = fixed
     # Python hashes numbers alike in every process.
-    return Meaning(text, hash((fixed, *task.sizes, *task.moved, *[length for _, length in rows])))
+    return Fingerprint(text, hash((fixed, *task.sizes, *task.moved, *[length for _, length in rows])))
 
 
-class Meanings:
-    """Meanings of one rank's ops of one group. `keeps`: whether an op may be told of later than the next one begins."""
+class Fingerprints:
+    """Fingerprints of one rank's ops of one group. `now`: the current op's."""
 
-    def __init__(self, keeps: bool = True) -> None:
-        self._keeps = keeps
-        self.now = Meaning({})  # by the current op
-        self._by_fingerprint: dict[int, Meaning] = {}
+    def __init__(self) -> None:
+        self.now = Fingerprint({})
+        self._by_fingerprint: dict[int, Fingerprint] = {}
 
-    def take(self, meant: Meaning) -> None:
-        """Record the meaning of an op, before the op."""
-        self.now = meant
-        if self._keeps:
-            if len(self._by_fingerprint) >= _MAX_KEPT:
-                self._by_fingerprint.clear()
-            self._by_fingerprint[meant.fingerprint] = meant
+    def keep(self) -> None:
+        """Keep the current op's, which a GPU may report after the host has begun the next op."""
+        if len(self._by_fingerprint) >= _MAX_KEPT:
+            self._by_fingerprint.clear()
+        self._by_fingerprint[self.now.fingerprint] = self.now
 
-    def by_fingerprint(self, fingerprint: int) -> Meaning:
+    def by_fingerprint(self, fingerprint: int) -> Fingerprint:
         """Return the meaning of the op with that fingerprint, or the current op's if it is no longer kept."""
         return self._by_fingerprint.get(fingerprint, self.now)
 

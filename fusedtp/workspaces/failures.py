@@ -16,7 +16,7 @@ from ..kernels import signal
 from ..memory import Arena
 from ..op import OPS
 from . import agreement
-from .agreement import Meanings
+from .agreement import Fingerprints
 from .steps import fingerprint_place, raised, store_release, wrapping_difference
 
 # Texts for the values of `signal.LEFT`.
@@ -59,7 +59,7 @@ class Failing:
     words: Tensor
     data_offset: int
     failure: RuntimeError | RanksDisagree | None
-    meanings: Meanings
+    meanings: Fingerprints
     _arena: Arena | None
     _report: Any
     _op: str

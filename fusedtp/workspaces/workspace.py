@@ -26,7 +26,7 @@ from ..memory import Arena, Exchange, Memory, Unreachable
 from ..shards import offsets
 from ..torch_private import outside_inference
 from . import agreement, clock, timeouts
-from .agreement import Meaning, Meanings
+from .agreement import Fingerprint, Fingerprints
 from .failures import Failing
 from .rendezvous import ArenaExchange, StoreExchange
 from .steps import DeviceSteps, HostSteps
@@ -83,11 +83,11 @@ class Workspace(Failing):
         self.seconds = timeouts.of(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
         # On a CPU an op has ended when its call returns.
-        self.meanings = Meanings(keeps=not self._on_host)
+        self.meanings = Fingerprints()
         self.made = False
         self._op, self._progress = "", _NO_OP
         # The call that ran the last op of which peers may have seen a part.
-        self._call: locks.Open | None = None
+        self._call: locks.ActiveCall | None = None
         self._memory = memory
         self._arena: Arena | None = None
         self.steps: HostSteps | DeviceSteps
@@ -97,7 +97,7 @@ class Workspace(Failing):
         self._captured: list[Any] = []
         # Cache of views of the arenas, dropped with them. A view that is kept elsewhere keeps its arena alive.
         self.views: dict[Any, Any] = {}
-        # `dispatch.Knowledge` of this group, and decisions from it. Ranks agree on them again for every workspace.
+        # `dispatch.SharedConfig` of this group, and decisions from it. Ranks agree on them again for every workspace.
         self.knowledge: Any = None
         self._decisions: dict[Any, Any] = {}
         # The last finished epoch as the host counts, which needs no read of the device.
@@ -316,13 +316,12 @@ class Workspace(Failing):
         self.tell_peers()
         return epoch
 
-    def begin(self, op: str, meant: Meaning) -> None:
+    def begin(self, op: str, meant: Fingerprint) -> None:
         """Begin an op with the meaning `meant`, before it issues work.
 
         Raises RuntimeError if the last op has not ended, or if the call that ran it has not returned.
         """
-        if self.meanings.now is not meant:
-            self.meanings.take(meant)
+        self.meanings.now = meant
         unreturned = self._call is not None and not self._call.returned and self._call is not locks.current()
         if (self._progress == _SENT or unreturned) and self.failure is None:
             # The last op was interrupted outside of any handler.
@@ -340,6 +339,7 @@ class Workspace(Failing):
             words[_BUDGET_MS] = self._budget_ms
             self._host_epoch, self._host_epoch_is_exact = epoch, True
             return
+        self.meanings.keep()
         check_device(self.data)
         if capturing := self._capturing():
             self._captured.append((self._arena, self.peers))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedtp import PeerTimeout, RanksDisagree, reference
 from fusedtp.workspaces import agreement
-from fusedtp.workspaces.agreement import Meaning
+from fusedtp.workspaces.agreement import Fingerprint
 from fusedtp.workspaces.steps import HostSteps
 from fusedtp.workspaces.workspace import Workspace
 
@@ -135,7 +135,7 @@ def disagreeing(
     with virtual_ranks(world_size, clock_ms=_CLOCK_MS, programs=programs_of(schedule)) as ranks:
         start, expected, allowed = problem(name, world_size, dtype, schedule.seed, shape)
         for ws in ranks:
-            ws.meanings.now = Meaning({"op": name, "call": "another" if ws.rank == odd else "this"})
+            ws.meanings.now = Fingerprint({"op": name, "call": "another" if ws.rank == odd else "this"})
         outs = issue(driver, ranks, [start(ws, ws.rank) for ws in ranks])
         ran = driver.run(ranks, schedule)
         # Real ranks do this by themselves.
