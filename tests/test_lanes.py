@@ -50,6 +50,7 @@ def waits(group: ProcessGroup, lane: int) -> bool:
 def in_flight(group: ProcessGroup) -> list[str]:
     """Let rank 0 have an op in flight in each lane, while its peer is late, and end them in another order."""
     flags, n = Flags("in flight"), group.size()
+    fusedtp.destroy(group)
     x = torch.randn(4 * n, 8, generator=torch.Generator().manual_seed(group.rank()))
     ops = {lanes.ORDINARY: ALL_GATHER, lanes.GATHERS: ALL_GATHER, lanes.REDUCTIONS: REDUCE_SCATTER}
     expected = {lane: run(op, x, group, lane) for lane, op in ops.items()}
@@ -309,7 +310,7 @@ def gone(group: ProcessGroup) -> None:
 
 
 def test_lanes_end_with_their_group(pool: RankPool) -> None:
-    pool.run(gone, world_size=2)
+    pool.run(gone)
 
 
 class Ahead(HostStreamSteps):

@@ -21,6 +21,7 @@ from triton.language import constexpr
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 from fusedtp.calls.dispatch import BoundTask
+from fusedtp.epilogue import NO_EPILOGUE
 from fusedtp.kernels import loading
 from fusedtp.kernels.launch import config_for
 from fusedtp.kernels.layout import Region
@@ -223,7 +224,7 @@ def test_a_sum_on_a_gpu_is_one_launch_a_term(num_ranks: int) -> None:
     parts = [torch.empty(8192 // num_ranks, 8192, dtype=torch.bfloat16, device="meta") for _ in range(num_ranks)]
     out = torch.empty_like(parts[0])
     with Count() as count:
-        decomposed._sum_into(parts, None, None, out)
+        decomposed._sum_into(parts, NO_EPILOGUE, out)
     # Widened, added, and rounded into the result.
     assert count.num_ops <= num_ranks + 2
 

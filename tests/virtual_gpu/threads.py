@@ -72,7 +72,7 @@ def run_ranks(
             each.knowledge = dispatch.SharedConfig(None, None)
         together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
 
-        def get(group: dist.ProcessGroup, device: torch.device, *, epoch: int = 0) -> Workspace:
+        def get(group: dist.ProcessGroup, device: torch.device, lane: int = 0, *, epoch: int = 0) -> Workspace:
             return ranks[group.rank()]
 
         def meet() -> None:
