@@ -203,7 +203,7 @@ def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bo
 
 
 def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Variants:
-    """Make the kernel of few rows, a whole all-reduce whose other terms are zeros."""
+    """Time the one-kernel all-reduce with zero partial sums from the peers."""
     operands, (M, N, K, _) = Factors(dtype, *size), size
     config, out = config_for(operands.a.device, operands.a.dtype, M, 0), preset.poisoned(operands.a, M, N)
     arenas, fill = preset.reduced(operands.a, operands.b, ranks, to_all=to_all, config=config)

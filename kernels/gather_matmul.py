@@ -71,7 +71,10 @@ class Chunks(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Context of the hooks. PUSHERS: programs that push. head: turns that as many others sit out. END: as in `Link`."""
+    """Context of the hooks.
+
+    PUSHERS: programs that push. head: rounds in which the last PUSHERS others get no tile. END: as in `Link`.
+    """
 
     link: Link
     a: Shard
@@ -101,9 +104,9 @@ def tile_columns(ctx):
 
 @triton.jit
 def dealt(place, num_programs, late, head):
-    """Return the tile at a place of the deal, which goes around the programs turn by turn.
+    """Map a work index to a tile, round-robin; the last `late` programs start `head` rounds later.
 
-    The last `late` programs have no multiprocessor until the pushers end. They join after `head` turns.
+    They have no multiprocessor until the pushing programs end.
     """
     return place - min(place // num_programs, head) * late
 

@@ -307,7 +307,7 @@ class BoundTask(Prepared):
         return outs
 
     def pass_by(self) -> None:
-        """Record the path of a one-rank task that the caller runs itself."""
+        """Set `last_path` for a call on one rank that F.linear computes."""
         paths.record(self.path, self.task, self.num_ranks)
 
     @property

@@ -267,7 +267,7 @@ class TrackedModule(nn.Module):
     _known: dict[str, Any]
 
     def keep_layout(self) -> None:
-        """Hold the parameters to the layout that they have now: `check_parameters` compares with it."""
+        """Record each parameter's layout; `check_parameters` raises if it changes."""
         own = self._parameters.items()
         self._lies = {name: ParameterLayout.of(each) for name, each in own if hasattr(each, "_local_tensor")}
         self._known = dict.fromkeys(self._lies)
@@ -343,9 +343,9 @@ def check_versions(kept: Sequence[Tensor | None], before: Iterable[tuple[int, in
 
 
 def keep(tensor: Tensor | None, *, is_checked: bool = False) -> None:
-    """Count changes through a tensor's DTensor as the tensor's own, before an operator saves the tensor.
+    """Copy a DTensor's version counter to its local tensor, so that autograd sees in-place changes of the DTensor.
 
-    Autograd does not see changes through the DTensor. With `is_checked`, for a backward that has called
+    Called before an operator saves the tensor. With `is_checked`, for a backward that has called
     `check_versions`, earlier changes do not count.
     """
     known = None if tensor is None else holder(tensor)

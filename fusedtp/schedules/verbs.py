@@ -85,7 +85,7 @@ class Gather(Protocol):
 
 
 class Scatter(Protocol):
-    """One scatter of a task: to the owners, or of all terms to all ranks. own: the tensor that was `put`, if any."""
+    """Reduce-scatter, or with `to_all` all-to-all of terms, of one task. own: the input, if there is no matmul."""
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         """Set this rank's terms to the sum of these a @ b."""

@@ -459,7 +459,7 @@ def share(style: FusedColwiseParallel, linear: nn.Linear, device_mesh: DeviceMes
 
 
 class Derived(nn.Module):
-    """A module whose class was derived from its own class when needed; the new class has no importable name."""
+    """Base of subclasses that are made at run time; their modules are pickled by the base class."""
 
     class_name = "Fused{}"
     # The arguments of `derived`.
