@@ -27,12 +27,12 @@ CPU = (
     "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py", "scaled.py",
     "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
     "schedules/transport.py", "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py",
-    "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py",
-    "workspaces/workspace.py",
+    "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py", "workspaces/workspace.py",
 )  # fmt: skip
 # Folders stand for all their modules.
 GPU = (
-    "bench/peers", "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py", "workspaces/agreement.py",
+    "bench/peers", "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py",
+    "workspaces/agreement.py",
 )  # fmt: skip
 # Tables of properties that calls read, and the closure that all variants share.
 READ = ("bench/cases.py", "bench/problem.py", "op.py")
