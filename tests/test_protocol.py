@@ -101,7 +101,7 @@ def test_ops_of_other_lanes_end_beside_kernels_that_fill_the_device(ordinary: st
 
 @pytest.mark.parametrize("waits", ["all_gather", "copied: all_gather", "reduce_scatter"])
 def test_a_kernel_that_waits_in_another_lane_is_a_deadlock(waits: str) -> None:
-    """What `lanes` forbids, and `Schedule.check_lane` refuses."""
+    """The model finds the deadlock for which `Schedule.check_lane` refuses schedules that wait inside kernels."""
     verdict = explore(lanes("gather rows", waits))
     assert verdict.wrong.startswith("deadlock: never: "), verdict.wrong or "nothing was found"
     assert "gets the multiprocessors" in verdict.wrong

@@ -1,4 +1,4 @@
-"""What ran: `paths` lists ops with schedules and shapes, `require` refuses others, a profiler has a range of each."""
+"""`paths` lists the ops that ran, `require` refuses other schedules, and a profiler shows a range for each op."""
 
 from __future__ import annotations
 
