@@ -36,7 +36,7 @@ def plan(
 
     That is what fusedtp.parallelize would make of it: a style for each module, or why it cannot.
     """
-    from fusedtp.styles.decoders import decoder_plan
+    from fusedtp.hf.decoders import decoder_plan
 
     try:
         with _bounded(), _without_torchao():
@@ -201,7 +201,7 @@ def _bounded() -> Iterator[None]:
 def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
     from rich.padding import Padding
 
-    from fusedtp.styles.decoders import matching, told, whole
+    from fusedtp.hf.decoders import matching, told, whole
 
     console = Console()
     console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
@@ -242,8 +242,8 @@ def _moved(style: ParallelStyle, modules: list[Any]) -> tuple[int, int]:
     A rank sends (n-1)/n of them. A row-parallel linear counts the gather before it too.
     """
     from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
+    from fusedtp.hf.tokens import TiedHead
     from fusedtp.styles.embeddings import FusedEmbeddingParallel
-    from fusedtp.styles.tokens import TiedHead
 
     style = style.style if isinstance(style, TiedHead) else style
     if isinstance(style, FusedRowwiseParallel):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def hardware_of(name: str, world_size: int) -> Hardware:
     """Return the hardware of a name in the table. `here` is this machine as `fusedtp tune` measured it."""
-    from fusedtp.calls import tuning
+    from fusedtp.choose import tuning
     from fusedtp.cost.hardware import HARDWARE, find, of_gpu
 
     if name.lower() in HARDWARE:
@@ -130,7 +130,7 @@ def draw(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]
     """Save the picture of predictions."""
     import pandas as pd
 
-    from fusedtp.calls.tuning import MODEL_ERROR
+    from fusedtp.choose.tuning import MODEL_ERROR
 
     from . import figures, theme
 
@@ -177,7 +177,7 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
 
 def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> str:
     """Return what the predictions mean, in a sentence."""
-    from fusedtp.calls.tuning import MODEL_ERROR
+    from fusedtp.choose.tuning import MODEL_ERROR
 
     best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
     means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fusedtp.calls import tuning
-from fusedtp.calls.tuning import Sample, Tuned, version_here
-from fusedtp.calls.tuning import Table as Measurements
+from fusedtp.choose import tuning
+from fusedtp.choose.tuning import Sample, Tuned, version_here
+from fusedtp.choose.tuning import Table as Measurements
 from fusedtp.cost.overlap import ONE_KERNEL_ROWS
 from fusedtp.op import MATMUL_ALL_REDUCE
 

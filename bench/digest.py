@@ -23,7 +23,7 @@ if not (ROOT / "schedules").exists():
 CLOCK = ("bench/timing.py", "bench/operands.py")
 CPU = (
     "bench/peers/dtensor.py", "bench/sequential.py", "calls/arguments.py", "calls/autograd.py", "calls/call.py",
-    "calls/dispatch.py", "calls/operators.py", "calls/parameters.py", "calls/paths.py", "calls/program.py",
+    "calls/operators.py", "calls/parameters.py", "calls/program.py", "choose/dispatch.py", "choose/paths.py",
     "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py", "scaled.py",
     "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
     "schedules/transport.py", "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py",

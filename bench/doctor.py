@@ -15,7 +15,7 @@ from .machine import describe, installed, said
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fusedtp.calls.tuning import Table
+    from fusedtp.choose.tuning import Table
 
 PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "scipy", "typer", "rich", "matplotlib", "jinja2")
 
@@ -231,7 +231,7 @@ class Findings:
 
 def find() -> Findings:
     """Try two real ranks, for a few seconds, and read the table of measurements."""
-    from fusedtp.calls import tuning
+    from fusedtp.choose import tuning
 
     from .ranks import RankError, RankPool
     from .sweep import rank_environment
@@ -249,8 +249,8 @@ def find() -> Findings:
 
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield each schedule, and whether two ranks on this machine can run it."""
-    from fusedtp.calls import tuning
-    from fusedtp.calls.tuning import version_here
+    from fusedtp.choose import tuning
+    from fusedtp.choose.tuning import version_here
 
     yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
     yield "unfused", "runs: torch.distributed alone"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import collectives
-from fusedtp.calls.tuning import Sample
+from fusedtp.choose.tuning import Sample
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .calls.paths import Path, last_path, paths, require
+from .choose.paths import Path, last_path, paths, require
 from .collectives import all_gather, all_reduce, reduce_scatter
 from .drop_in import drop_in, if_asked
 from .errors import NotationError, PeerTimeout, RanksDisagree
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from . import fsdp
 
     __version__: str
-    from .styles.decoders import decoder_plan, parallelize
+    from .hf.decoders import decoder_plan, parallelize
+    from .hf.in_transformers import use_in_transformers
+    from .hf.pretrained import from_pretrained
+    from .hf.trainer import trainer_class
     from .styles.embeddings import FusedEmbeddingParallel
     from .styles.grouped import FusedGroup
-    from .styles.in_transformers import use_in_transformers
     from .styles.linears import FusedColwiseParallel, FusedRowwiseParallel
     from .styles.norms import FusedNormParallel
-    from .styles.pretrained import from_pretrained
-    from .styles.trainer import trainer_class
     from .workspaces.registry import check, destroy, set_timeout
 
 __all__ = [
@@ -77,17 +77,17 @@ __all__ = [
 ]
 
 
-_STYLES = {
-    "FusedColwiseParallel": "linears",
-    "FusedEmbeddingParallel": "embeddings",
-    "FusedGroup": "grouped",
-    "FusedNormParallel": "norms",
-    "FusedRowwiseParallel": "linears",
-    "decoder_plan": "decoders",
-    "from_pretrained": "pretrained",
-    "parallelize": "decoders",
-    "trainer_class": "trainer",
-    "use_in_transformers": "in_transformers",
+_WITH_DTENSOR = {
+    "FusedColwiseParallel": "styles.linears",
+    "FusedEmbeddingParallel": "styles.embeddings",
+    "FusedGroup": "styles.grouped",
+    "FusedNormParallel": "styles.norms",
+    "FusedRowwiseParallel": "styles.linears",
+    "decoder_plan": "hf.decoders",
+    "from_pretrained": "hf.pretrained",
+    "parallelize": "hf.decoders",
+    "trainer_class": "hf.trainer",
+    "use_in_transformers": "hf.in_transformers",
 }
 
 
@@ -100,8 +100,8 @@ def __getattr__(name: str) -> Any:
     # These import DTensor.
     if name == "fsdp":
         return import_module(f".{name}", __name__)
-    if name in _STYLES:
-        return getattr(import_module(f".styles.{_STYLES[name]}", __name__), name)
+    if name in _WITH_DTENSOR:
+        return getattr(import_module(f".{_WITH_DTENSOR[name]}", __name__), name)
     if name == "__version__":
         from importlib.metadata import version
 

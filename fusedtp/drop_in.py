@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from . import collectives, groups, locks, torch_private
-from .calls import arguments, autograd, dispatch, problems
+from .calls import arguments, autograd, problems
 from .calls.operators import ready_for
 from .calls.parameters import PLAIN
+from .choose import dispatch
 from .float8 import FLOAT8
 from .op import ALL_GATHER, Options
 from .scaled import Scaled

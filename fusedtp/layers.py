@@ -39,9 +39,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import groups, norms
 from .activations import Activation, GatedActivation
-from .calls import arguments, autograd, dispatch, parameters, problems
+from .calls import arguments, autograd, parameters, problems
 from .calls.call import ProblemFunction
 from .calls.parameters import Device
+from .choose import dispatch
 from .epilogue import NO_EPILOGUE, Epilogue
 from .groups import Group
 from .norms import LAYER_NORM, NormName

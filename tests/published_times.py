@@ -27,7 +27,7 @@ import pandas as pd
 
 from fusedtp import cost
 from fusedtp.bench.cases import SCHEDULES
-from fusedtp.calls import tuning
+from fusedtp.choose import tuning
 from fusedtp.cost.hardware import BURST_US, HARDWARE
 from fusedtp.cost.overlap import elementwise_us, multicast_us, way_of
 

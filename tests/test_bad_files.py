@@ -22,7 +22,7 @@ from fusedtp import NotationError
 from fusedtp.bench import store, sweep, timeline
 from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import tuning
+from fusedtp.choose import tuning
 
 from .command import command, folded
 

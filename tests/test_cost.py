@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from fusedtp import cost
 from fusedtp.bench import theme
 from fusedtp.bench.cli import app
-from fusedtp.calls.tuning import MODEL_ERROR
+from fusedtp.choose.tuning import MODEL_ERROR
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu
 from fusedtp.kernels import configs

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusedtp import cost
-from fusedtp.calls import tuning
+from fusedtp.choose import tuning
 from fusedtp.cost import hardware, work
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.float8 import BLOCK

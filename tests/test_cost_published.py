@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from fusedtp import cost
-from fusedtp.calls import tuning
+from fusedtp.choose import tuning
 from fusedtp.cost.hardware import HARDWARE, measured_cpu
 from fusedtp.cost.overlap import library_us, multicast_us
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.styles.decoders import decoder_plan
+from fusedtp.hf.decoders import decoder_plan
 
 from .harness import mesh_of, on_ranks
 from .test_decoders import COMMON, decoder

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import dispatch, tuning
-from fusedtp.calls.tuning import Sample
+from fusedtp.choose import dispatch, tuning
+from fusedtp.choose.tuning import Sample
 from fusedtp.cost.hardware import HARDWARE
 from fusedtp.op import OPS, Task
 from fusedtp.workspaces import generation, registry

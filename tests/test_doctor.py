@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedtp.bench import doctor
-from fusedtp.calls.tuning import Sample, Table
+from fusedtp.choose.tuning import Sample, Table
 from fusedtp.memory import cuda
 
 

@@ -23,9 +23,9 @@ from torch.distributed import ProcessGroup
 import fusedtp
 from fusedtp import PeerTimeout
 from fusedtp.bench.ranks import RankError, RankPool
+from fusedtp.hf import inputs
 from fusedtp.kernels import signal
 from fusedtp.memory import posix
-from fusedtp.styles import inputs
 from fusedtp.workspaces import clock, registry, rendezvous, timeouts
 from fusedtp.workspaces.workspace import Workspace
 

@@ -38,11 +38,13 @@ FLOORS = (
     ("explain", "kernels", "memory"),
     ("workspaces",),
     ("schedules",),
+    ("choose",),
     ("calls",),
     ("functional", "collectives", "fsdp"),
     ("drop_in",),
     ("layers",),
     ("styles",),
+    ("hf",),
     ("",),  # the package itself
     ("bench",),
     ("__main__",),

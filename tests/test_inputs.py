@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.styles import inputs
+from fusedtp.hf import inputs
 
 from .harness import few_kernels, mesh_of, on_ranks
 from .test_decoders import close, decoder, tokens_of

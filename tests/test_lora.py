@@ -17,7 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fusedtp
-from fusedtp.styles import decoders, lora
+from fusedtp.hf import decoders, lora
 
 from .harness import LARGE, mesh_of, on_ranks
 from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of

@@ -28,7 +28,7 @@ from fusedtp.bench.frames import frame_of
 from fusedtp.bench.machine import Machine
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
-from fusedtp.calls import tuning
+from fusedtp.choose import tuning
 from fusedtp.op import OPS
 
 from .command import command

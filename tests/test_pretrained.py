@@ -85,7 +85,7 @@ def test_as_in_one_process_and_back(pool: RankPool, tmp_path: Path, world_size: 
 
 def shares(group: ProcessGroup, folder: str) -> tuple[int, int, int, int, int]:
     """Load, and return the bytes read, the largest tensor's, the peak of bytes held, this rank's share, the whole."""
-    from fusedtp.styles import pretrained
+    from fusedtp.hf import pretrained
 
     read: list[int] = []
     peak = 0

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import distribute_tensor
 from torch.nn import functional as F
 
-from fusedtp.styles.tokens import TOKENS, DrawWhole
+from fusedtp.hf.tokens import TOKENS, DrawWhole
 
 from .harness import mesh_of, on_ranks
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.styles import trainer
+from fusedtp.hf import trainer
 
 from .harness import mesh_of, on_ranks
 from .test_decoders import VOCABULARY, decoder

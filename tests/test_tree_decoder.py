@@ -14,7 +14,7 @@ import fusedtp
 from fusedtp import FusedColwiseParallel, FusedRowwiseParallel, RanksDisagree
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.train import Training, compare_bits
-from fusedtp.styles.decoders import decoder_plan
+from fusedtp.hf.decoders import decoder_plan
 
 from .harness import LARGE
 from .test_decoders import decoder, mesh_of

@@ -20,8 +20,8 @@ import fusedtp
 from fusedtp.bench import cli_tune, tune_kernels
 from fusedtp.bench.cases import Case
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import tuning
-from fusedtp.calls.tuning import Tuned
+from fusedtp.choose import tuning
+from fusedtp.choose.tuning import Tuned
 from fusedtp.kernels import choices, gather_matmul, loading, matmul, matmul_all_reduce, matmul_scatter
 from fusedtp.kernels.choices import Choice
 from fusedtp.kernels.configs import TABLE, Config

@@ -29,8 +29,8 @@ from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
-from fusedtp.calls import tuning
-from fusedtp.calls.tuning import Sample, Table
+from fusedtp.choose import tuning
+from fusedtp.choose.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE
 
 from .harness import wrong

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import paths
+from fusedtp.choose import paths
 
 from .harness import on_ranks
 

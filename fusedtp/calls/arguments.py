@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from .. import groups
 from ..activations import ACTIVATIONS, GATED
+from ..choose import dispatch
+from ..choose.dispatch import FUSED_DTYPES
 from ..cost.overlap import MULTICAST, PRODUCERS
 from ..epilogue import EACH, NO_EPILOGUE, NORM, RESULT, Epilogue
 from ..float8 import E8M0, FLOAT8, formats_of
@@ -25,8 +27,6 @@ from ..schedules import SCHEDULES
 from ..sharding.notation import Spec
 from ..shards import check_count, check_sizes, even_sizes
 from ..torch_private import is_tracing, transforms_active
-from . import dispatch
-from .dispatch import FUSED_DTYPES
 from .parameters import PLAIN
 
 

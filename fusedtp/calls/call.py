@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from .. import float8, groups
+from ..choose.dispatch import BoundTask, check_units
 from ..epilogue import FIRST_OPTION, NO_EPILOGUE, Epilogue, numbered
 from ..op import Options, Task
 from ..schedules.local import reads_beside
@@ -40,7 +41,6 @@ from ..sharding.plan import Partition, Plan, plan
 from ..shards import even_sizes, offsets
 from ..workspaces import generation
 from .arguments import MANY, refuse_tracing
-from .dispatch import BoundTask, check_units
 from .problems import MAX_CALLS, Described, Settings, flat
 from .program import Named, Program, ProgramStep
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..choose.dispatch import BoundTask
 from ..epilogue import NO_EPILOGUE, RESULT, Epilogue, ended, numbered
 from ..float8 import Formats, largest_finite
 from ..op import (
@@ -37,7 +38,6 @@ from ..schedules.local import mm, summed, summed_rows
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
-from .dispatch import BoundTask
 from .problems import Settings
 
 

@@ -12,8 +12,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from .. import collectives
-from ..calls import arguments, dispatch
+from ..calls import arguments
 from ..calls.parameters import PLAIN, TrackedModule, as_dtensor, local
+from ..choose import dispatch
 from ..scaled import check_dense
 from ..shards import chunk_sizes, offsets
 from .linears import Derived, check_mesh, convert, derived, distribute, met_before, positive

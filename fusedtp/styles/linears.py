@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import collectives, groups
-from ..calls import arguments, autograd, dispatch, operators, problems
+from ..calls import arguments, autograd, operators, problems
 from ..calls.parameters import TrackedModule, as_dtensor, local, own_parts
+from ..choose import dispatch
 from ..op import RANK_ORDER, Options, Order
 from ..scaled import Float8, check_dense
 from ..shards import chunk_sizes

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from ..calls import arguments, dispatch
+from ..calls import arguments
 from ..calls.parameters import as_dtensor, local
+from ..choose import dispatch
 from ..scaled import check_dense
 from .linears import Derived, Sum, Tokens, check_mesh, convert, derived, distribute, met_before, positive
 

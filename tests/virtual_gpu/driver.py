@@ -20,7 +20,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from fusedtp import kernels
-from fusedtp.calls import dispatch
+from fusedtp.choose import dispatch
 from fusedtp.kernels import launch, loading, prepared, signal
 from fusedtp.kernels.blocks import Blocks, Column
 from fusedtp.workspaces.workspace import Workspace

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, _register_process_group
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedtp import locks
-from fusedtp.calls import dispatch
+from fusedtp.choose import dispatch
 from fusedtp.schedules import fused
 from fusedtp.schedules.forms import Prepared
 from fusedtp.schedules.local import multiplied as library_multiplied

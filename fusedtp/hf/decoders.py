@@ -29,17 +29,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.utils.parametrize import is_parametrized
 
 from .. import groups
-from ..calls import arguments, dispatch
+from ..calls import arguments
 from ..calls.parameters import same_as
+from ..choose import dispatch
 from ..op import ANY_ORDER, RANK_ORDER, Options, Order
 from ..scaled import Float8
 from ..shards import chunk_sizes
+from ..styles.embeddings import FusedEmbeddingParallel
+from ..styles.grouped import FusedGroup, Unpack, features, is_conv1d, joined
+from ..styles.linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
+from ..styles.norms import AsGiven, FusedNormParallel
 from . import lora, meta
-from .embeddings import FusedEmbeddingParallel
-from .grouped import FusedGroup, Unpack, features, is_conv1d, joined
 from .inputs import CompareInputs, compare_given
-from .linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
-from .norms import AsGiven, FusedNormParallel
 from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
 from .tokens import (
     DrawWhole,

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ..shards import chunk_sizes, offsets
+from ..styles.grouped import Unpacked, features
+from ..styles.linears import check_mesh
 from ..torch_private import local_of
 from . import meta
 from .decoders import parallelize
-from .grouped import Unpacked, features
 from .inputs import compare_given
-from .linears import check_mesh
 
 _OP = "from_pretrained"
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -30,11 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .. import collectives
-from ..calls import autograd, dispatch, operators, problems
+from ..calls import autograd, operators, problems
+from ..choose import dispatch
 from ..shards import offsets
+from ..styles.embeddings import look_up
+from ..styles.linears import FusedColwiseParallel, FusedRowwiseParallel
 from ..switch import Switch
-from .embeddings import look_up
-from .linears import FusedColwiseParallel, FusedRowwiseParallel
 
 _MODULE = "transformers.distributed.tensor_parallel"
 _VERSIONS = "5.23 and later"

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..calls.parameters import as_dtensor, same_as
-from .embeddings import FusedEmbedding
-from .grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
-from .linears import (
+from ..styles.embeddings import FusedEmbedding
+from ..styles.grouped import FusedGroup, FusedGroupedLinear, Unpack, Unpacked, joined
+from ..styles.linears import (
     Derived,
     FusedColwiseParallel,
     FusedLinear,
@@ -40,7 +40,7 @@ from .linears import (
     distribute,
     share,
 )
-from .norms import AsGiven
+from ..styles.norms import AsGiven
 
 
 def model_of(model: nn.Module) -> nn.Module:

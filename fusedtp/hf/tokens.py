@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
+from ..styles.linears import TOKENS, Derived, FusedColwiseLinear, FusedColwiseParallel, Tokens, derived, distribute
 from ..torch_private import is_random
-from .linears import TOKENS, Derived, FusedColwiseLinear, FusedColwiseParallel, Tokens, derived, distribute
 
 # Hooks are functions of this module, so that torch.save can save a model with them.
 
