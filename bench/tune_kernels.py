@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.choose.tuning import Tuned, version_here
 from fusedtp.kernels import INTERPRETED, choices
 from fusedtp.kernels.choices import Choice, applied, of_config

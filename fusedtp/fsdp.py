@@ -28,9 +28,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from . import lanes, locks
+from .calls.bound import BoundTask
 from .calls.operators import ready_for
 from .choose import dispatch
-from .choose.dispatch import BoundTask
 from .op import ALL_GATHER, REDUCE_SCATTER, Op
 from .schedules import SCHEDULES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS, Task
 from fusedtp.schedules.forms import Prepared

@@ -134,7 +134,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("checkpoint: DTensor's other sizes", "shards.py", "piece = -(-length // world_size)\n", "piece = max(1, length // world_size)\n", "test_shards.py test_layer_state.py"),
     # Dispatch, tuning and the cost model.
     ("dispatch: copies in a capture", "schedules/__init__.py", "(self.in_graphs or not capturing)", "True", "test_dispatch.py"),
-    ("dispatch: a stale call is run", "choose/dispatch.py", "        if self.version != generation.version:\n            return True\n", "", "test_calls.py test_workspace.py test_dispatch.py"),
+    ("bound: a stale call is run", "calls/bound.py", "        if self.version != generation.version:\n            return True\n", "", "test_calls.py test_workspace.py test_dispatch.py"),
     ("dispatch: fused in float64", "choose/dispatch.py", "    if dtype not in FUSED_DTYPES:\n        names", "    if False:\n        names", "test_dispatch.py test_bad_input.py"),
     ("calls: one call for two dtypes", "calls/call.py", "key += each.shape, each.dtype, each.device, each.layout", "key += each.shape, each.device, each.layout", "test_calls.py test_functional.py"),
     ("calls: other rows with the sizes of the first", "calls/call.py", "splits = {**splits, self._rows[at]: sizes}", "splits = {**splits}", "test_rows.py"),

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.explain import NAMED
 from fusedtp.sharding.notation import parse
 from fusedtp.sharding.plan import plan

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.explain import NAMED, CommunicationRow, explain, table, table_markdown
 from fusedtp.sharding.notation import Dim, parse
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import Scaled, reference, scaled
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.float8 import BLOCK, E8M0
 from fusedtp.scaled import Quantized
 from fusedtp.schedules.local import mm

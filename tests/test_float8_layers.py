@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fusedtp
 from fusedtp import float8
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.scaled import RECIPES, Casts, Quantized, casts_of
 
 from .harness import LARGE, on_gfx942, spread

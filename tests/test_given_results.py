@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS, Task
 from fusedtp.schedules import NAMES

@@ -73,13 +73,13 @@ def test_an_op_that_was_interrupted_is_not_taken_for_the_next(pool: RankPool, sc
 # Functions to interrupt inside one of our calls: the task, the call without and with a gradient, its backward, a
 # collective, and the operators of a compiled graph, which run without the functions around them.
 STRUCK = {
-    "task": ("dispatch.py", "run"),
+    "task": ("bound.py", "run"),
     "inference": ("call.py", "run"),
     "forward": ("autograd.py", "forward"),
     "backward": ("autograd.py", "gradients"),
     "all_gather": ("collectives.py", "all_gather"),
     "compiled inference": ("call.py", "run"),
-    "compiled all_gather": ("dispatch.py", "run"),
+    "compiled all_gather": ("bound.py", "run"),
 }
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.shards import chunk_sizes, even_sizes
 
 from .harness import LARGE, on_ranks, spread

@@ -20,7 +20,7 @@ from triton.language import constexpr
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.choose.dispatch import BoundTask
+from fusedtp.calls.bound import BoundTask
 from fusedtp.epilogue import NO_EPILOGUE
 from fusedtp.kernels import loading
 from fusedtp.kernels.launch import config_for

@@ -1,1 +1,1 @@
-"""Calls: check arguments, cache the prepared call, and choose the schedule that runs it."""
+"""Calls: check arguments, cache the prepared call, bind its tasks to a group and schedule, and run them."""

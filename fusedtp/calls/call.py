@@ -6,7 +6,7 @@
     db = sum of dy over its rows                  then over the ranks that hold other rows, if the bias needs one
     dresidual = dy                                the caller returns it
 
-Forward and backward are programs (`program`). `dispatch.BoundTask` binds a program's tasks to the group, the
+Forward and backward are programs (`program`). `BoundTask` binds a program's tasks to the group, the
 schedule and its kernels in the first run.
 
 A layer makes the same call at every step. Argument checks, planning and dispatch take longer than a small matmul, so
@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from .. import float8, groups
-from ..choose.dispatch import BoundTask, check_units
+from ..choose.dispatch import check_units
 from ..epilogue import FIRST_OPTION, NO_EPILOGUE, Epilogue, numbered
 from ..op import Options, Task
 from ..schedules.local import reads_beside
@@ -41,6 +41,7 @@ from ..sharding.plan import Partition, Plan, plan
 from ..shards import even_sizes, offsets
 from ..workspaces import generation
 from .arguments import MANY, refuse_tracing
+from .bound import BoundTask
 from .problems import MAX_CALLS, Described, Settings, flat
 from .program import Named, Program, ProgramStep
 

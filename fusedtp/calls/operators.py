@@ -27,10 +27,10 @@ from torch import Tensor, library
 from torch.distributed import ProcessGroup
 
 from .. import groups, lanes, locks
-from ..choose.dispatch import BoundTask
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Op, Task
 from ..torch_private import forward_mode_active, transforms_active
 from ..workspaces import generation
+from .bound import BoundTask
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..choose.dispatch import BoundTask
 from ..epilogue import NO_EPILOGUE, RESULT, Epilogue, ended, numbered
 from ..float8 import Formats, largest_finite
 from ..op import (
@@ -38,6 +37,7 @@ from ..schedules.local import mm, summed, summed_rows
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
+from .bound import BoundTask
 from .problems import Settings
 
 

@@ -1,6 +1,6 @@
-"""Choice of a schedule for a task, and the task bound to it.
+"""Choice of a schedule for a task, the same on every rank.
 
-dispatch      BoundTask: a task with its schedule and the reason, run any number of times
+dispatch      the choice and its reason, for a task on a group and device
 tuning        measured times, the tables that a user keeps of them, and the model's estimate
 paths         how calls ran, and why
 """

@@ -20,32 +20,23 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
-from .. import groups, lanes, locks
+from .. import lanes
 from ..cost.hardware import Hardware, of_gpu
-from ..cost.overlap import MULTICAST
 from ..float8 import FNUZ, target_of, widens_blocks, without_float8
 from ..memory import Unreachable
 from ..op import Task
 from ..schedules import NAMES, SCHEDULES
-from ..schedules.forms import Prepared
 from ..shards import size_class
-from ..torch_private import graph_task, profiler_is_on
-from ..workspaces import agreement, generation
-from ..workspaces.agreement import Fingerprint
-from . import paths, tuning
+from ..workspaces import generation
+from . import tuning
 from .paths import Path
 from .tuning import Tuned
 
@@ -56,7 +47,6 @@ if TYPE_CHECKING:
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _said: set[str] = set()
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ def choose(
         # `decomposed` needs no `SharedConfig`. But peers may name another schedule, which ranks find only if all come
         # this far. A capture can only run ops that have run before.
         if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
-            _know(_workspaces().get(group, device, lane), group)
+            _know(workspace_of(group, device, lane), group)
         return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -100,13 +90,13 @@ def choose(
     if on_gpu and dtype not in FUSED_DTYPES:
         return Path(op, "unfused", f"no fused kernel for {dtype}")
     try:
-        ws = _workspaces().get(group, device, lane)
+        ws = workspace_of(group, device, lane)
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
     _know(ws, group)
     switch = task.any_order and ws.has_multicast
-    key = (op, dtype, task.float8, task.in_blocks, _shape(task), capturing, switch)
+    key = (op, dtype, task.float8, task.in_blocks, rounded_shape(task), capturing, switch)
     path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch, lane))
     return path
 
@@ -128,8 +118,13 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _tuned(task: Task, ws: Workspace | None) -> Tuned | None:
-    # Return the measurement that gives `fused` another tile than the table's, if any.
+def path_in_capture(task: Task, ws: Workspace) -> Path:
+    """Return the path that `auto` would choose for a task inside a graph capture on a GPU."""
+    return _decide(task, ws.world_size, ws.knowledge, True, True, task.any_order and ws.has_multicast)
+
+
+def tuned_tile(task: Task, ws: Workspace | None) -> Tuned | None:
+    """Return the measurement that gives `fused` another tile than the table's, None if there is none."""
     if ws is None or ws.knowledge is None or ws.knowledge.table is None:
         return None
     return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
@@ -153,220 +148,14 @@ def _know(ws: Workspace, group: ProcessGroup) -> None:
         warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
 
 
-def _shape(task: Task) -> tuple[int, int] | None:
-    # None if the caller names an algorithm: `unfused` has none to compare with. Lengths are rounded up by less than an
-    # eighth, which no measurement and no model tells apart, so that few decisions serve all numbers of rows.
+def rounded_shape(task: Task) -> tuple[int, int] | None:
+    """Return the shape that `auto` decides by, of the tensor that travels; None if the caller names an algorithm.
+
+    `unfused` has no algorithm to compare with. Lengths are rounded up by less than an eighth, which no measurement and
+    no model tells apart, so that few decisions serve all numbers of rows.
+    """
     rows, cols = task.moved
     return (size_class(rows), size_class(cols)) if task.algorithm == "auto" else None
-
-
-class BoundTask(Prepared):
-    """A task on one rank with its chosen path, which runs any number of times until `is_stale`.
-
-    - `call`, `rows`: text of the call that the task is part of, and lengths of its dims, for `agreement`.
-    - `choice`: fields of the tile of `fused`; by default those measured to be the fastest.
-
-    The first run chooses the path while it holds the group's lock: a group's first op makes the workspace, which waits
-    for peers, and no other op may come in between.
-    """
-
-    def __init__(
-        self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", rows: Sequence[tuple[str, int]] = (), choice: Mapping[str, int] | None = None,
-        lane: int = lanes.ORDINARY,
-    ) -> None:  # fmt: skip
-        if groups.inherited is not None:
-            groups.check_fork()
-        self.task, self._device, self._producer, self._choice = task, device, producer, choice
-        self._asked_for, self._call, self._rows = schedule, call, rows
-        self.version, self.on_gpu = generation.version, device.type == "cuda"
-        self._capturing = self.on_gpu and torch.cuda.is_current_stream_capturing()
-        self.num_ranks = group.size()
-        self._group, self._alone, self.is_prepared = generation.watch(group), self.num_ranks == 1, False
-        # Key: whether a backward pass runs.
-        self._meanings: dict[bool, Fingerprint] = {}
-        # By schedule, as in `agreement.fingerprint_of`.
-        self._fixed: dict[str, dict[bool, int]] = {}
-        # For `at`: paths by what `auto` decides by, and a task with other rows by schedule, if verbs need not be made
-        # anew.
-        self._paths: dict[Any, Path] = {}
-        self._alike: dict[str, BoundTask] = {}
-        self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
-        if self._alone:
-            self._prepare()
-
-    def at(self, task: Task, rows: Sequence[tuple[str, int]]) -> BoundTask:
-        """Return a task that differs from this one in its rows alone."""
-        made = object.__new__(BoundTask)
-        made.__dict__ = vars(self).copy()
-        made.task, made._rows, made._meanings = task, rows, {}
-        path = self._paths.get(self._asked_for == "auto" and _shape(task))
-        like = None if path is None else self._alike[path.schedule]
-        if path and like and like.version == generation.version and like._capturing == self._capturing:
-            made.path, made.schedule, made.ws, on = path, like.schedule, like.ws, like.on.at(task)
-            made.is_prepared = True
-            made._take(on, like.form.at(on, task))
-            return made
-        made.is_prepared = False
-        if self._alone:
-            made._prepare()
-        return made
-
-    def prepared(self) -> BoundTask:
-        """Choose the path before the first run and return this task. Collective if it makes a workspace."""
-        if not self.is_prepared:
-            locks.alone(self._lock, self.task.op.name, self._prepare)
-        return self
-
-    def _prepare(self) -> None:
-        task, group, device, producer, choice = self.task, self.group, self._device, self._producer, self._choice
-        path = choose(task, self._asked_for, group, device, self._lane)
-        paths.check(path, task, group.size())
-        row, reason, kernel = SCHEDULES[path.schedule], path.reason, ""
-        row.check_lane(task.op.name, 0 if self._alone else self._lane)
-        self.version = generation.version
-        shares = row.shares_memory and not self._alone
-        ws = _workspaces().get(group, device, self._lane) if shares else None
-        interpreted = row.has_kernels and device.type == "cpu"
-        if interpreted:
-            _check_interpreted(task.op.name, ws)
-        if producer != "auto" and not row.has_kernels:
-            reason += f"; producer={producer!r} has no effect, only 'fused' has one to choose"
-        elif producer == MULTICAST and ws is not None:
-            lacks, scaled = not ws.has_multicast, task.float8 is not None
-            if why := "the memory has no address of all ranks" if lacks else "float8" if scaled else "":
-                reason += f"; not multicast: {why}"
-        if row.has_kernels and choice is None and (tuned := _tuned(task, ws)) is not None:
-            choice, kernel = tuned.choice, tuning.told(tuned)
-        super().__init__(path.schedule, task, group, ws, producer=producer, choice=choice)
-        sums = self.on.sums if task.any_order else ""
-        self.path = replace(path, reason=reason, kernel=kernel, epilogue=task.epilogue.text(self.on.where), sums=sums)
-        self._interpreted = interpreted and shares
-        if not row.has_kernels or self._alone:
-            self._alike[path.schedule] = self
-            self._paths[self._asked_for == "auto" and _shape(task)] = self.path
-        self.is_prepared = True
-
-    def is_stale(self) -> bool:
-        """Return whether `generation.version` has changed, or a graph capture has begun or ended."""
-        if generation.gone:
-            generation.changed()
-        if self.version != generation.version:
-            return True
-        return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
-
-    def run(self, operands: Mapping[str, Any], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
-        """Run the task on these operands and return its results.
-
-        `given`: tensors for the first results, None for new ones. They may have any strides. Operands must not share
-        memory with them, except this rank's part of an all_gather's result. Raises ValueError if one does not fit.
-        """
-        if given:
-            _check_outs(self.task, self.group.rank(), self._device, given)
-            operands = {**operands, **{f"out{i or ''}": out for i, out in enumerate(given) if out is not None}}
-        # A profiler shows the op as a range, whose name needs the path.
-        profiled = record_function(self._name()) if profiler_is_on() else _NOTHING
-        with profiled:
-            if self._alone:
-                outs: list[Tensor] = self.go(operands)
-            else:
-                outs = locks.alone(self._lock, self.task.op.name, self._run, operands)
-        path = replace(self.path, producer=self.on.sent_by) if self.on.sent_by else self.path
-        paths.record(path, self.task, self.num_ranks)
-        return outs
-
-    def _name(self) -> str:
-        path, task = self.prepared().path, self.task
-        return paths.profiled_as(paths.whole(path, task.shapes, task.multiplied_in, self.num_ranks))
-
-    def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
-        # The caller holds the group's lock.
-        if not self.is_prepared:
-            self._prepare()
-        ws, op = self.ws, self.task.op.name
-        if self.on_gpu and not self._lane and self._asked_for == "auto" and self.path.schedule != "fused":
-            _load_for_capture(self.task, self.group, self._device, operands)
-        if ws is None:
-            return self.go(operands)
-        is_backward = graph_task() != -1
-        meant = self._meanings.get(is_backward)
-        if meant is None:
-            schedule, kind = self.path.schedule, self._device.type
-            known = self._fixed.setdefault(schedule, {})
-            meant = agreement.fingerprint_of(self.task, schedule, kind, self._call, self._rows, known)
-            self._meanings[is_backward] = meant
-        ws.begin(op, meant)
-        try:
-            if self.half_bytes > ws.half_bytes or self.slots > ws.slots:
-                ws.require(self.half_bytes, self.slots)
-            outs = locks.alone(locks.INTERPRETER, op, self.go, operands) if self._interpreted else self.go(operands)
-            ws.end()
-        except BaseException as error:
-            ws.interrupted(op, error)
-            raise
-        return outs
-
-    def pass_by(self) -> None:
-        """Set `last_path` for a call on one rank that F.linear computes."""
-        paths.record(self.path, self.task, self.num_ranks)
-
-    @property
-    def group(self) -> ProcessGroup:
-        """Return the group, which the caller keeps alive."""
-        group: ProcessGroup | None = self._group()
-        assert group is not None
-        return group
-
-
-def _check_outs(task: Task, rank: int, device: torch.device, outs: Sequence[Tensor | None]) -> None:
-    """Raise ValueError unless `outs` are tensors for the results of a task."""
-    op, shapes = task.op.name, task.results(rank)
-    # Products before an activation have the layout of its results; a norm makes its own result.
-    num_products = len(task.each("b"))
-    epilogue = task.epilogue
-    first = 1 if epilogue.norm else epilogue.num_results(num_products)
-    kept = range(first, first + (num_products if epilogue.keeps else epilogue.norm is not None))
-    if len(outs) > len(shapes):
-        raise ValueError(f"{op}: {len(outs)} tensors are given for {len(shapes)} results")
-    for i, (out, shape) in enumerate(zip(outs, shapes, strict=False)):
-        if out is None:
-            continue
-        if i in kept:
-            raise ValueError(f"{op}: result {i} must be a new tensor: products before an activation and norms are")
-        is_whole = epilogue.whole and i == len(shapes) - 1
-        expected = (tuple(shape), (task.float8 if is_whole else None) or task.dtype, device)
-        if (found := (tuple(out.shape), out.dtype, out.device)) != expected:
-            raise ValueError(f"{op}: the tensor for result {i} must be {expected}, got {found}")
-        if any(length > 1 and stride == 0 for length, stride in zip(out.shape, out.stride(), strict=True)):
-            raise ValueError(f"{op}: the tensor for result {i} has one place for several elements: {out.stride()}")
-
-
-def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, operands: Mapping[str, Tensor]) -> None:
-    """Grow the workspace and load the kernels for the schedule that a graph capture would choose, once.
-
-    The schedule may differ inside a capture, where neither growth nor loading is possible.
-    """
-    registry = _workspaces()
-    if task.dtype not in FUSED_DTYPES or group.size() == 1 or not registry.reachable(group, device)[0]:
-        return
-    ws = registry.get(group, device)
-    if not ws.loads_for_capture:
-        return
-    # Late imports: these load Triton.
-    from ..kernels.loading import only_loading
-    from ..schedules.producer import layouts_of
-
-    def load() -> bool:
-        switch = task.any_order and ws.has_multicast
-        if _decide(task, group.size(), ws.knowledge, True, True, switch).schedule == "fused":
-            tuned = _tuned(task, ws)
-            prepared = Prepared("fused", task, group, ws, choice=None if tuned is None else tuned.choice)
-            ws.require(prepared.half_bytes, prepared.slots)
-            with only_loading():
-                prepared.go(operands)
-        return True
-
-    ws.decided(("loaded", task, *layouts_of(*operands.values())), load)
 
 
 @cache
@@ -405,7 +194,7 @@ def _is_interpreted() -> bool:
     return INTERPRETED
 
 
-def _check_interpreted(op: str, ws: Workspace | None) -> None:
+def check_interpreted(op: str, ws: Workspace | None) -> None:
     """Raise RuntimeError on every rank if a rank does not interpret kernels."""
     compiling = [0] * (not _is_interpreted()) if ws is None else ws.compiling_ranks()
     if compiling:
@@ -417,12 +206,12 @@ def _check_interpreted(op: str, ws: Workspace | None) -> None:
         )
 
 
-@cache
-def _workspaces() -> ModuleType:
+def workspace_of(group: ProcessGroup, device: torch.device, lane: int = lanes.ORDINARY) -> Workspace:
+    """Return the workspace of a group (`registry.get`). The first call makes it, collectively."""
     # A late import: schedules without shared memory must not load the modules that map it.
     from ..workspaces import registry
 
-    return registry
+    return registry.get(group, device, lane)
 
 
 def _unreachable(op: str, detail: str) -> Path:
@@ -442,7 +231,7 @@ def _decide(
     task: Task, world_size: int, knowledge: SharedConfig, on_gpu: bool, capturing: bool, switch: bool = False,
     lane: int = lanes.ORDINARY,
 ) -> Path:  # fmt: skip
-    op, name, shape = task.op.name, task.multiplied_in, _shape(task)
+    op, name, shape = task.op.name, task.multiplied_in, rounded_shape(task)
     allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing, lane))
     lacks = ""
     if on_gpu and task.float8 is not None:
@@ -487,7 +276,7 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[SharedConf
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
         found = str(sent[0])
     else:
-        # A late import, as in `_workspaces`. The store, not a collective of the backend: an interrupted rank might
+        # A late import, as in `workspace_of`. The store, not a collective of the backend: an interrupted rank might
         # never join a collective.
         from ..workspaces.rendezvous import StoreExchange
 

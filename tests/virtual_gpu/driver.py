@@ -224,7 +224,7 @@ def device(capability: int, programs: int = 3) -> Iterator[EmulatedDriver]:
         # A torch without CUDA cannot answer.
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         # The tensors are on a CPU, where fused otherwise needs the interpreter.
-        mock.patch.object(dispatch, "_check_interpreted"),
+        mock.patch.object(dispatch, "check_interpreted"),
     ):
         try:
             config.set_active(made.triton)
