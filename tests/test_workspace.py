@@ -10,6 +10,7 @@ import re
 import time
 import warnings
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
+from fusedtp.choose import dispatch
 from fusedtp.kernels import signal
-from fusedtp.workspaces import clock, registry, workspace
+from fusedtp.workspaces import clock, decisions, registry
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, arenas, mappings
@@ -213,22 +215,29 @@ def test_a_workspace_that_is_interrupted_while_it_is_made_can_be_closed() -> Non
     assert number > 20
 
 
-def many_shapes(group: ProcessGroup) -> tuple[int, int]:
+def many_shapes(group: ProcessGroup) -> tuple[int, int, bool]:
+    """Return the number of cached decisions and tables, and whether the workspace goes with `destroy`."""
     fusedtp.destroy(group)
-    with mock.patch.object(workspace, "_MAX_DECISIONS", 4):
+    with mock.patch.object(decisions, "_MAX_DECISIONS", 4):
         for rows in (*range(1, 9), *range(1, 9)):
             out = fusedtp.all_gather(torch.ones(rows, 2), group=group)
             assert out.shape == (rows * group.size(), 2)
     ws = registry.get(group, CPU)
     for length in range(3000):
         assert ws.table((length,)).tolist() == [0, length]
-    return len(ws._decisions), len(ws._tables)
+    num_decisions, num_tables, there = len(dispatch._paths.of(ws)), len(ws._tables), ref(ws)
+    assert ws in dispatch._shared
+    fusedtp.destroy(group)
+    del ws
+    gc.collect()
+    return num_decisions, num_tables, there() is None
 
 
-def test_decisions_and_tables_of_shapes_do_not_pile_up(pool: RankPool) -> None:
-    for num_decisions, num_tables in pool.run(many_shapes, world_size=2):
+def test_decisions_and_tables_of_shapes_do_not_pile_up_and_go_with_the_workspace(pool: RankPool) -> None:
+    for num_decisions, num_tables, is_gone in pool.run(many_shapes, world_size=2):
         assert 1 <= num_decisions <= 4
         assert num_tables <= 1024
+        assert is_gone
 
 
 def test_growth_during_a_capture_is_refused() -> None:

@@ -27,8 +27,11 @@ from ..schedules.forms import Prepared
 from ..torch_private import graph_task, profiler_is_on
 from ..workspaces import agreement, generation
 from ..workspaces.agreement import Fingerprint
+from ..workspaces.decisions import Decisions
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+# Tasks and layouts of operands for which a capture's kernels are loaded.
+_loaded: Decisions[None] = Decisions()
 
 
 class BoundTask(Prepared):
@@ -229,13 +232,12 @@ def _load_for_capture(task: Task, group: ProcessGroup, device: torch.device, ope
     from ..kernels.loading import only_loading
     from ..schedules.producer import layouts_of
 
-    def load() -> bool:
+    def load() -> None:
         if dispatch.path_in_capture(task, ws).schedule == "fused":
             tuned = dispatch.tuned_tile(task, ws)
             prepared = Prepared("fused", task, group, ws, choice=None if tuned is None else tuned.choice)
             ws.require(prepared.half_bytes, prepared.slots)
             with only_loading():
                 prepared.go(operands)
-        return True
 
-    ws.decided(("loaded", task, *layouts_of(*operands.values())), load)
+    _loaded.get(ws, (task, *layouts_of(*operands.values())), load)

@@ -23,6 +23,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from ..op import Task
 from ..schedules import NAMES, SCHEDULES
 from ..shards import size_class
 from ..workspaces import generation
+from ..workspaces.decisions import Decisions
 from . import tuning
 from .paths import Path
 from .tuning import Tuned
@@ -51,7 +53,7 @@ _said: set[str] = set()
 
 @dataclass(frozen=True)
 class SharedConfig:
-    """Data that the ranks of a group share, so that they make the same choice.
+    """Data that the ranks of a group share for each workspace, so that they make the same choice.
 
     - `table`: the measurements of `fusedtp tune`, or None.
     - `gpu`: rank 0's GPU in the hardware table, or None.
@@ -61,6 +63,11 @@ class SharedConfig:
     table: tuning.Table | None
     gpu: Hardware | None
     target: str = ""
+
+
+# Neither is emptied with `generation`: its changes differ between ranks, and sharing is collective.
+_shared: WeakKeyDictionary[Workspace, SharedConfig] = WeakKeyDictionary()
+_paths: Decisions[Path] = Decisions()
 
 
 def check_schedule(schedule: str) -> None:
@@ -82,7 +89,7 @@ def choose(
         # `decomposed` needs no `SharedConfig`. But peers may name another schedule, which ranks find only if all come
         # this far. A capture can only run ops that have run before.
         if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
-            _know(workspace_of(group, device, lane), group)
+            _shared_config(workspace_of(group, device, lane), group)
         return asked_for
     if group.size() == 1:
         return Path(op, "unfused", "one rank has nothing to send")
@@ -94,11 +101,10 @@ def choose(
     except Unreachable as error:
         return _unreachable(op, str(error))
     capturing = _is_capturing(device)
-    _know(ws, group)
+    shared = _shared_config(ws, group)
     switch = task.any_order and ws.has_multicast
     key = (op, dtype, task.float8, task.in_blocks, rounded_shape(task), capturing, switch)
-    path: Path = ws.decided(key, lambda: _decide(task, group.size(), ws.knowledge, on_gpu, capturing, switch, lane))
-    return path
+    return _paths.get(ws, key, lambda: _decide(task, group.size(), shared, on_gpu, capturing, switch, lane))
 
 
 def _as_tree(task: Task, group: ProcessGroup) -> Path:
@@ -120,32 +126,36 @@ def _is_capturing(device: torch.device) -> bool:
 
 def path_in_capture(task: Task, ws: Workspace) -> Path:
     """Return the path that `auto` would choose for a task inside a graph capture on a GPU."""
-    return _decide(task, ws.world_size, ws.knowledge, True, True, task.any_order and ws.has_multicast)
+    return _decide(task, ws.world_size, _shared[ws], True, True, task.any_order and ws.has_multicast)
 
 
 def tuned_tile(task: Task, ws: Workspace | None) -> Tuned | None:
     """Return the measurement that gives `fused` another tile than the table's, None if there is none."""
-    if ws is None or ws.knowledge is None or ws.knowledge.table is None:
+    shared = None if ws is None else _shared.get(ws)
+    if ws is None or shared is None or shared.table is None:
         return None
-    return tuning.nearest_tile(ws.knowledge.table.kernels, task, ws.world_size)
+    return tuning.nearest_tile(shared.table.kernels, task, ws.world_size)
 
 
-def _know(ws: Workspace, group: ProcessGroup) -> None:
-    # Share rank 0's `SharedConfig`, once per group.
-    if ws.knowledge is not None:
-        return
+def _shared_config(ws: Workspace, group: ProcessGroup) -> SharedConfig:
+    """Return the workspace's `SharedConfig`. The first call shares rank 0's, collectively."""
+    shared = _shared.get(ws)
+    if shared is not None:
+        return shared
     on_gpu = ws.device.type == "cuda"
-    ws.knowledge, ignored, interruption = _share(ws, group, on_gpu)
-    if not on_gpu and ws.knowledge.table is not None:
-        ws.hardware = ws.knowledge.table.hardware(group.size()) or ws.hardware
+    shared, ignored, interruption = _share(ws, group, on_gpu)
+    # Before anything is raised: this rank must not share it again, as its peers have it.
+    _shared[ws] = shared
+    if not on_gpu and shared.table is not None:
+        ws.hardware = shared.table.hardware(group.size()) or ws.hardware
         # Drop decisions that used the former `hardware`. Every rank does so.
         generation.changed()
-    # Only after `ws.knowledge` is set: this rank must not share it again, as its peers have it.
     if interruption is not None:
         raise interruption
     if ignored and ignored not in _said:
         _said.add(ignored)
         warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
+    return shared
 
 
 def rounded_shape(task: Task) -> tuple[int, int] | None:
@@ -228,19 +238,19 @@ def _unmeasured(op: str, dtype: str) -> str:
 
 
 def _decide(
-    task: Task, world_size: int, knowledge: SharedConfig, on_gpu: bool, capturing: bool, switch: bool = False,
+    task: Task, world_size: int, shared: SharedConfig, on_gpu: bool, capturing: bool, switch: bool = False,
     lane: int = lanes.ORDINARY,
 ) -> Path:  # fmt: skip
     op, name, shape = task.op.name, task.multiplied_in, rounded_shape(task)
     allowed = tuple(row.name for row in SCHEDULES.values() if row.is_for_auto(on_gpu, capturing, lane))
     lacks = ""
     if on_gpu and task.float8 is not None:
-        lacks = without_float8(task.float8, knowledge.target, blocks=task.in_blocks)
-        lacks = lacks or (widens_blocks(knowledge.target) if task.in_blocks else "")
+        lacks = without_float8(task.float8, shared.target, blocks=task.in_blocks)
+        lacks = lacks or (widens_blocks(shared.target) if task.in_blocks else "")
     if lacks:
         allowed, lacks = tuple(each for each in allowed if not SCHEDULES[each].has_kernels), f"not fused: {lacks}"
     if shape is not None:
-        made = tuning.decide(knowledge.table, knowledge.gpu, op, name, world_size, *shape, allowed, switch=switch)
+        made = tuning.decide(shared.table, shared.gpu, op, name, world_size, *shape, allowed, switch=switch)
         if made is not None:
             schedule, reason = made
             return Path(op, schedule, f"{reason}; {lacks}" if lacks else reason)

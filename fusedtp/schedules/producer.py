@@ -29,6 +29,7 @@ from ..op import Op
 from ..scaled import Matrix, Quantized, pack_into
 from ..sharding.plan import ITEMSIZE, is_float8
 from ..shards import offsets
+from ..workspaces.decisions import Decisions
 from ..workspaces.workspace import Workspace
 from .transport import settle, side_stream, travelling
 
@@ -39,6 +40,10 @@ _PIECES_A_TILE = 4
 
 # Triton compiles a kernel separately for pointers of this alignment.
 _KNOWN_ALIGNMENT = 16
+
+# Producers by `Work`, and the keys of `load_for_capture`.
+_producers: Decisions[str] = Decisions()
+_loaded: Decisions[None] = Decisions()
 
 
 def piece_rows(row_bytes: int, config: Config) -> int:
@@ -87,7 +92,7 @@ def _by_model(ws: Workspace, work: Work) -> str:
         times = producers(work, ws.hardware)
         return min(times, key=lambda name: times[name])
 
-    return ws.decided(work, choose)
+    return _producers.get(ws, work, choose)
 
 
 def with_pushers(ws: Workspace, config: Config, programs: int = 0, *, producer: str = "push") -> Config:
@@ -212,13 +217,12 @@ def _copy(
 def load_for_capture(ws: Workspace, issue: Callable[[], object], *key: Any) -> None:
     """Load the kernels that `issue` would start, once a key: a capture pushes instead, and cannot load kernels."""
 
-    def load() -> bool:
+    def load() -> None:
         with only_loading():
             issue()
-        return True
 
     if ws.loads_for_capture:
-        ws.decided(("loaded", *key), load)
+        _loaded.get(ws, key, load)
 
 
 def layouts_of(*tensors: Matrix | None) -> tuple[Any, ...]:

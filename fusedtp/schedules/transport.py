@@ -10,7 +10,10 @@ import torch
 from ..cost.overlap import IN_SWITCH, ONE_SHOT, TWO_SHOT, way_of
 from ..op import Task
 from ..shards import size_class
+from ..workspaces.decisions import Decisions
 from ..workspaces.workspace import Workspace
+
+_ways: Decisions[str] = Decisions()
 
 # A side stream for each stream that ops run on: virtual ranks of a process must not wait for each other's copies.
 _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
@@ -35,7 +38,7 @@ def way(ws: Workspace, schedule: str, task: Task) -> str:
     def decide() -> str:
         return way_of(rows, cols, ws.world_size, dtype, machine, schedule, alone=alone, switch=switch)
 
-    found = ws.decided((way, schedule, rows, cols, dtype, alone, switch, id(machine)), decide)
+    found = _ways.get(ws, (schedule, rows, cols, dtype, alone, switch, id(machine)), decide)
     # The model has no switch for a CPU: there kernels visit the ranks one by one.
     return IN_SWITCH if switch and ws.reads_peers and found == TWO_SHOT else found
 

@@ -8,7 +8,6 @@ the ops of several streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,8 +38,6 @@ _MIN_HALF_BYTES = 1 << 16
 _MAX_VIEWS = 1024
 # Number of cached tables of row offsets, because numbers of rows may never repeat.
 _MAX_TABLES = 32
-# Size of the cache of decisions, because shapes may never repeat. All ranks make a decision again from the same data.
-_MAX_DECISIONS = 4096
 
 # Progress of an op: no op runs, the op has sent nothing, or peers may have seen part of it. Each change is one store,
 # so that interruptions find a valid state: `_SENT` is stored before the first send, `_NO_OP` after the op.
@@ -97,9 +94,6 @@ class Workspace(Failing):
         self._captured: list[Any] = []
         # Cache of views of the arenas, dropped with them. A view that is kept elsewhere keeps its arena alive.
         self.views: dict[Any, Any] = {}
-        # `dispatch.SharedConfig` of this group, and decisions from it. Ranks agree on them again for every workspace.
-        self.knowledge: Any = None
-        self._decisions: dict[Any, Any] = {}
         # The last finished epoch as the host counts, which needs no read of the device.
         self._host_epoch = epoch
         self._host_epoch_is_exact = True
@@ -287,16 +281,6 @@ class Workspace(Failing):
             self.views.clear()
         self.views[key] = views
         return views
-
-    def decided(self, key: object, make: Callable[[], Kept]) -> Kept:
-        """Return the cached decision for `key`. Call `make` for a new key."""
-        if key not in self._decisions:
-            made = make()
-            if len(self._decisions) >= _MAX_DECISIONS:
-                self._decisions.clear()
-            self._decisions[key] = made
-        found: Kept = self._decisions[key]
-        return found
 
     @outside_inference
     def _half(self, peer: int, half: int, dtype: torch.dtype) -> tuple[Tensor, int]:

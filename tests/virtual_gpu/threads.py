@@ -69,7 +69,7 @@ def run_ranks(
         groups = _groups(world_size)
         for each in ranks:
             # These groups have no store, through which rank 0 would share its measurements.
-            each.knowledge = dispatch.SharedConfig(None, None)
+            dispatch._shared[each] = dispatch.SharedConfig(None, None)
         together = threading.Barrier(world_size, lambda: ran.append(driver.run(ranks, schedule)), timeout=300)
 
         def get(group: dist.ProcessGroup, device: torch.device, lane: int = 0, *, epoch: int = 0) -> Workspace:
