@@ -53,7 +53,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("protocol: a kernel reports the rank before", "kernels/signal.py", "tl.atomic_xchg(host + REPORT, src + 1,", "tl.atomic_xchg(host + REPORT, (src + 1) % link.group.WORLD_SIZE + 1,", "test_ops_local.py"),
     ("protocol: relaxed signal", "kernels/signal.py", "tl.atomic_xchg(signal, link.epoch, sem=\"release\"", "tl.atomic_xchg(signal, link.epoch, sem=\"relaxed\"", "test_protocol.py -k every_order_of_every"),
     ("protocol: host waits for the epoch before", "workspaces/steps.py", "if raised(load_acquire(address), self.epoch):", "if raised(load_acquire(address), self.epoch - 1):", "test_protocol.py -k every_order_of_every"),
-    ("protocol: epochs do not wrap", "workspaces/steps.py", "return (a - b + 2**31) % 2**32 - 2**31", "return a - b", "test_protocol.py -k waits_accept"),
+    ("protocol: epochs do not wrap", "workspaces/words.py", "return (a - b + 2**31) % 2**32 - 2**31", "return a - b", "test_protocol.py -k waits_accept"),
     ("protocol: hosts never disagree", "workspaces/steps.py", "return theirs != self._ws.meanings.now.fingerprint", "return False", "test_meaning.py"),
     ("protocol: the entry stands after a timeout", "workspaces/steps.py", "ws, before = self._ws, wrapping_difference(self.epoch, 1)", "ws, before = self._ws, self.epoch", "test_faults.py"),
     ("failures: the rank waited for is blamed", "workspaces/failures.py", "return chain[-1]", "return chain[1]", "test_missing.py"),

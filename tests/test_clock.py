@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusedtp.workspaces import clock
-from fusedtp.workspaces.steps import wrapping_difference
+from fusedtp.workspaces.words import wrapping_difference
 
 
 class _LockThen:

@@ -50,6 +50,18 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {unit: number for number, units in enumerate(FLOORS) for unit in units}
+# Floors of a folder's modules, lowest first: here a module imports only from lower floors, for types too.
+INNER_FLOORS = {
+    "workspaces": (
+        ("agreement", "clock", "decisions", "generation", "streams", "words"),
+        ("failures", "timeouts"),
+        ("steps",),
+        ("rendezvous", "stream_steps"),
+        ("workspace",),
+        ("registry",),
+    ),
+    "choose": (("paths", "tuning"), ("dispatch",)),
+}
 PURE = ("sharding", "cost", "explain")
 HEAVY = ("triton", "matplotlib", "pandas", "scipy", "jinja2", "typer", "rich")
 
@@ -74,13 +86,17 @@ def unit(name: str) -> str:
 
 
 @functools.cache
-def imported(name: str, path: Path) -> set[str]:
-    """Return the absolute names of all imports that a module runs, down to modules of ours."""
+def imported(name: str, path: Path, *, for_types: bool = False) -> set[str]:
+    """Return the absolute names of all imports that a module runs, down to modules of ours.
+
+    for_types: also those that only a type checker sees.
+    """
     found: set[str] = set()
     tree = ast.parse(path.read_text())
-    tree.body = [
-        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-    ]
+    if not for_types:
+        tree.body = [
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -121,6 +137,18 @@ def goes_down(name: str) -> None:
             assert below == "kernels", f"{name} is device code and imports {other}"
         if below == "reference":
             assert here in ("reference", "bench"), f"{name} imports {other}, which is for tests and the benchmark"
+
+
+@pytest.mark.parametrize("here", INNER_FLOORS)
+def test_modules_of_a_folder_know_only_those_below(here: str) -> None:
+    folder = f"fusedtp.{here}"
+    floor = {f"{folder}.{module}": number for number, modules in enumerate(INNER_FLOORS[here]) for module in modules}
+    assert {*floor, folder} == {name for name in MODULES if unit(name) == here}
+    for name, number in floor.items():
+        for other in imported(name, MODULES[name], for_types=True):
+            if other.startswith("fusedtp."):
+                is_below = floor[other] < number if other in floor else FLOOR[unit(other)] < FLOOR[here]
+                assert is_below, f"{name} imports {other}, which is not below it"
 
 
 def test_private_torch_is_called_in_one_module() -> None:

@@ -23,7 +23,7 @@ from fusedtp.calls.operators import ready_for
 from fusedtp.kernels import signal
 from fusedtp.memory.cuda import Driver
 from fusedtp.op import ALL_GATHER, REDUCE_SCATTER, Op
-from fusedtp.workspaces import registry, steps
+from fusedtp.workspaces import registry, words
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, InThread, X, own_group, until
@@ -348,8 +348,8 @@ def test_a_streams_wait_has_a_time_limit(ending: bool) -> None:
         seen = int(ws.words[signal.SIGNALS.value + slot * 2 + 1])
         # A stream goes on; kernels and hosts do not take the word for a signal.
         for epoch in (1, 2):
-            assert steps.wrapping_difference(seen, epoch) >= 0
-            assert not steps.raised(seen, epoch)
+            assert words.wrapping_difference(seen, epoch) >= 0
+            assert not words.raised(seen, epoch)
     finally:
         ws.close()
         peer.close()

@@ -17,7 +17,7 @@ from ..memory import Arena
 from ..op import OPS
 from . import agreement
 from .agreement import Fingerprints
-from .steps import fingerprint_place, raised, store_release, wrapping_difference
+from .words import fingerprint_place, raised, store_release, wrapping_difference
 
 # Texts for the values of `signal.LEFT`.
 _LEFT = {

@@ -21,10 +21,11 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import lanes
@@ -32,11 +33,9 @@ from ..errors import PeerTimeout
 from ..kernels import signal
 from . import timeouts
 from .clock import Stopwatch
-from .steps import HostSteps, load_acquire, store_release
+from .steps import HostEpochs, HostSteps
 from .timeouts import GroupStore, StoreSilent
-
-if TYPE_CHECKING:
-    from .workspace import Workspace
+from .words import load_acquire, store_release
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.5e-3, 20e-3
 _MAKING = "making the workspace"
@@ -212,10 +211,17 @@ class StoreExchange:
         return any(row is None or row[0] != number for row, number in zip(rows, self._numbers, strict=True))
 
 
+class Halves(HostEpochs, Protocol):
+    """A workspace as far as an exchange through its arenas uses it."""
+
+    def tell_peers(self) -> None: ...
+    def view(self, peer: int, epoch: int, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor: ...
+
+
 class ArenaExchange:
     """Exchange through the present arenas of `ws`, for larger ones. Waits have the timeout of an op."""
 
-    def __init__(self, ws: Workspace) -> None:
+    def __init__(self, ws: Halves) -> None:
         self._ws, self._steps = ws, HostSteps.beside(ws, "workspace growth")
 
     def rows(self, mine: list[int]) -> list[list[int]]:

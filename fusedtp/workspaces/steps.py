@@ -6,26 +6,34 @@ GPU each step is a kernel with one program on the current stream.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from triton._C.libtriton import interpreter
+from torch import Tensor
 
 from .. import trace
 from ..kernels import signal
+from ..kernels.launch import Channel
 from ..kernels.steps import step
 from ..op import OPS
 from . import clock
-
-if TYPE_CHECKING:
-    from .workspace import Workspace
+from .agreement import Fingerprints
+from .words import (
+    PLAIN,
+    fingerprint_place,
+    int32_at,
+    int64_at,
+    load_acquire,
+    load_fingerprint,
+    raised,
+    store_fingerprint,
+    store_release,
+    wrapping_difference,
+)
 
 # A wait polls for _SPIN_SECONDS before it sleeps between polls. With more ranks than cores it polls for a shorter time,
 # because polling takes a core from the peer. A sleep is at most _SLEEP_SECONDS and at most _SLEEP_PART of the time
@@ -33,88 +41,56 @@ if TYPE_CHECKING:
 _SPIN_SECONDS, _SPIN_SECONDS_CROWDED, _SLEEP_PART, _SLEEP_SECONDS = 1e-3, 50e-6, 1 / 16, 500e-6
 _CORES = len(os.sched_getaffinity(0))
 
-# On x86 aligned loads acquire and stores release, so plain accesses are enough. They take a tenth of the time.
-_PLAIN_WORDS = platform.machine().lower() in ("x86_64", "amd64")
-
 _SIGNALS: int = signal.SIGNALS.value
-_FINGERPRINTS: int = signal.FINGERPRINT_SLOT.value
 _ENTRY: int = signal.ENTRY_SLOT.value
 _EPOCH: int = signal.EPOCH.value
 
-_TRUE = np.ones(1, dtype=bool)
-_ZERO = np.zeros(1, dtype=np.int32)
+
+class Epochs(Protocol):
+    """A workspace as far as steps on any device use it: its ranks, arenas and epochs."""
+
+    rank: int
+    world_size: int
+    addresses: list[int]
+    seconds: float
+    meanings: Fingerprints
+
+    def next_epoch(self) -> int: ...
+    def take_epoch(self) -> int: ...
 
 
-@lru_cache(maxsize=1 << 14)
-def _at(address: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    return np.array([address], dtype=np.uint64)
+class HostEpochs(Epochs, Protocol):
+    """A workspace as far as steps on a CPU use it. A failed wait raises by `give_up` or `disagree`."""
+
+    host_words: Any
+
+    def give_up(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float) -> None: ...
+    def disagree(self, op: str, peer: int, epoch: int) -> None: ...
 
 
-@lru_cache(maxsize=1 << 14)
-def _word(address: int) -> ctypes.c_int32:
-    return ctypes.c_int32.from_address(address)
+class DeviceEpochs(Epochs, Protocol):
+    """A workspace as far as steps on a GPU use it."""
 
+    device: torch.device
+    host_block: Tensor
+    words: Tensor
+    data: Tensor
 
-@lru_cache(maxsize=1 << 14)
-def _fingerprint(address: int) -> ctypes.c_int64:
-    return ctypes.c_int64.from_address(address)
-
-
-def load_fingerprint(address: int) -> int:
-    """Return the int64 at `address`, written by a rank whose entry has been seen."""
-    return _fingerprint(address).value
-
-
-def store_fingerprint(address: int, value: int) -> None:
-    """Write the int64 at `address`, before an entry is raised."""
-    _fingerprint(address).value = value
-
-
-def fingerprint_place(epoch: int, source: int, world_size: int) -> int:
-    """Return the index of the header word at which rank `source`'s fingerprint for an epoch begins."""
-    return _SIGNALS + (_FINGERPRINTS + 2 * (epoch & 1)) * world_size + 2 * source
-
-
-def load_acquire(address: int) -> int:
-    """Return the int32 at `address`. Stores that its writer made before the release are visible afterwards."""
-    if _PLAIN_WORDS:
-        return _word(address).value
-    at = _at(address)
-    return int(interpreter.atomic_rmw(interpreter.RMW_OP.ADD, at, _ZERO, _TRUE, interpreter.MEM_SEMANTIC.ACQUIRE)[0])
-
-
-def store_release(address: int, value: int) -> None:
-    """Write the int32 at `address` after all earlier stores."""
-    if _PLAIN_WORDS:
-        _word(address).value = value
-        return
-    at = _at(address)
-    word = np.array([value], dtype=np.int32)
-    interpreter.atomic_rmw(interpreter.RMW_OP.XCHG, at, word, _TRUE, interpreter.MEM_SEMANTIC.RELEASE)
-
-
-def wrapping_difference(a: int, b: int) -> int:
-    """Return a - b as int32: negative if epoch a is before epoch b, also across the wrap."""
-    return (a - b + 2**31) % 2**32 - 2**31
-
-
-def raised(seen: int, epoch: int) -> bool:
-    """Return whether a signal with the value `seen` is raised for `epoch`: see `kernels.signal.LEAD`."""
-    lead: int = signal.LEAD.value
-    return 0 <= wrapping_difference(seen, epoch) < lead
+    def channel(self) -> Channel: ...
+    def signal_words(self, peer: int) -> Tensor: ...
 
 
 class HostSteps:
     """Steps on a CPU for the current op, with name `op` and epoch `epoch`."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: HostEpochs) -> None:
         self._ws = workspace
         self.op, self.epoch = "", 0
         self._rank, self._world_size = workspace.rank, workspace.world_size
         self._peers = [(workspace.rank + i) % workspace.world_size for i in range(1, workspace.world_size)]
 
     @classmethod
-    def beside(cls, workspace: Workspace, op: str) -> HostSteps:
+    def beside(cls, workspace: HostEpochs, op: str) -> HostSteps:
         """Return separate steps for the workspace's next epoch, with name `op`."""
         steps = cls(workspace)
         steps.reach(workspace.addresses)
@@ -138,8 +114,8 @@ class HostSteps:
 
     def signal(self, dst: int, slot: int) -> None:
         """Signal `slot` of rank `dst`. The signal releases all earlier stores."""
-        if _PLAIN_WORDS:
-            _word(self._signals[dst] + slot * self._step).value = self.epoch
+        if PLAIN:
+            int32_at(self._signals[dst] + slot * self._step).value = self.epoch
         else:
             store_release(self._signals[dst] + slot * self._step, self.epoch)
 
@@ -149,7 +125,7 @@ class HostSteps:
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`. Raises PeerTimeout."""
         address = self._own + slot * self._step + 4 * src
-        if _PLAIN_WORDS and _word(address).value == self.epoch:
+        if PLAIN and int32_at(address).value == self.epoch:
             return
         if raised(load_acquire(address), self.epoch):
             return
@@ -211,16 +187,16 @@ class HostSteps:
         fingerprint, addresses, epoch = self._ws.meanings.now.fingerprint, self._addresses, self.epoch
         place = self._fingerprint_at[epoch & 1]
         entry = _ENTRY * self._step
-        if not _PLAIN_WORDS:
+        if not PLAIN:
             store_fingerprint(addresses[self._rank] + place, fingerprint)
             for dst in self._peers:
                 store_fingerprint(addresses[dst] + place, fingerprint)
                 store_release(self._signals[dst] + entry, epoch)
             return
-        _fingerprint(addresses[self._rank] + place).value = fingerprint
+        int64_at(addresses[self._rank] + place).value = fingerprint
         for dst in self._peers:
-            _fingerprint(addresses[dst] + place).value = fingerprint
-            _word(self._signals[dst] + entry).value = epoch
+            int64_at(addresses[dst] + place).value = fingerprint
+            int32_at(self._signals[dst] + entry).value = epoch
 
     def _disagrees(self, src: int) -> bool:
         # Return whether rank `src`, which has entered, has another fingerprint.
@@ -254,7 +230,7 @@ class HostSteps:
 class DeviceSteps:
     """Steps on a GPU's current stream. A wait that times out writes a report, as in other kernels."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: DeviceEpochs) -> None:
         self._ws = workspace
         self.op, self.epoch = "", 0
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,11 +25,9 @@ from ..kernels import signal
 from ..kernels.steps import step
 from ..op import OPS
 from .clock import Stopwatch
-from .steps import DeviceSteps, fingerprint_place, raised, wrapping_difference
+from .steps import DeviceEpochs, DeviceSteps
 from .streams import driver
-
-if TYPE_CHECKING:
-    from .workspace import Workspace
+from .words import fingerprint_place, raised, wrapping_difference
 
 _POLL_SECONDS = 50e-6
 _SIGNALS: int = signal.SIGNALS.value
@@ -43,7 +40,7 @@ _ENDED: int = signal.ENDED.value
 class StreamSteps(DeviceSteps):
     """Steps on a GPU's current stream that wait in no kernel."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    def __init__(self, workspace: DeviceEpochs) -> None:
         super().__init__(workspace)
         # For each half: the op's number in reports, and its waits.
         self._ops = [0, 0]

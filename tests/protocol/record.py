@@ -28,7 +28,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 from fusedtp import kernels
 from fusedtp.kernels import signal
 from fusedtp.schedules import decomposed, fused, producer, transport
-from fusedtp.workspaces import steps
+from fusedtp.workspaces import steps, words
 from fusedtp.workspaces.workspace import Workspace
 
 from .events import CELL_BYTES, Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
@@ -207,9 +207,9 @@ class Recorder:
         """
         if not self.alone and self._word is not None and self._word[0] == signal.ENTRY_SLOT.value:
             assert self._polled is not None
-            if steps.wrapping_difference(self._polled, self.epoch) < 0:
+            if words.wrapping_difference(self._polled, self.epoch) < 0:
                 return
-            self.add(Wait(*self._word, steps.wrapping_difference(self.epoch, 0), self._acquires))
+            self.add(Wait(*self._word, words.wrapping_difference(self.epoch, 0), self._acquires))
         self.add(Access(False, owner, frozenset([-1 - word])))
 
     # Polls.
@@ -220,7 +220,7 @@ class Recorder:
         if not self.alone:
             return None
         self._polled = self._first_shown if self._polled is None else min(self._polled + 1, self.epoch + 2)
-        return steps.wrapping_difference(self._polled, 0)
+        return words.wrapping_difference(self._polled, 0)
 
     def whole_wait(self, wait: Callable[..., Any], emit: Callable[[Event], None]) -> Callable[..., Any]:
         """Wrap `wait` so that it is recorded once it has ended."""
@@ -242,8 +242,8 @@ class Recorder:
                     seen.append(polled)
             if self._word is not None:
                 # In a real run the peer may have advanced beyond the epoch that was waited for.
-                epoch = min(seen) if self.alone else self.epoch + min(0, steps.wrapping_difference(seen[0], self.epoch))
-                emit(Wait(*self._word, steps.wrapping_difference(epoch, 0), self._acquires))
+                epoch = min(seen) if self.alone else self.epoch + min(0, words.wrapping_difference(seen[0], self.epoch))
+                emit(Wait(*self._word, words.wrapping_difference(epoch, 0), self._acquires))
                 # The wait goes before the events that followed the signal.
                 self._program.insert(begin, self._program.pop())  # type: ignore[union-attr]
             return result
@@ -355,12 +355,13 @@ class Recorder:
 
         def store_fingerprint(address: int, value: int) -> None:
             owner, offset = self.locate(address) or (self.rank, 0)
-            steps._fingerprint(address).value = value
+            words.int64_at(address).value = value
             if self._open:
                 self.fingerprint_stored(owner, offset // 4, self.host_event)
 
         # Words must be read and written by functions, which can be patched.
-        self._replace(steps, "_PLAIN_WORDS", False)
+        for module in (steps, words):
+            self._replace(module, "PLAIN", False)
         self._replace(steps, "load_fingerprint", load_fingerprint)
         self._replace(steps, "store_fingerprint", store_fingerprint)
         self._replace(steps, "load_acquire", load)
