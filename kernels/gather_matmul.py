@@ -73,7 +73,8 @@ class Chunks(NamedTuple):
 class Gathered(NamedTuple):
     """Context of the hooks.
 
-    PUSHERS: programs that push. head: rounds in which the last PUSHERS others get no tile. END: as in `Link`.
+    PUSHERS: programs that push. skipped_rounds: rounds of tiles that the last PUSHERS other programs skip. END: as in
+    `Link`.
     """
 
     link: Link
@@ -84,7 +85,7 @@ class Gathered(NamedTuple):
     tiles: Tiles
     chunks: Chunks
     M: tl.tensor
-    head: tl.tensor
+    skipped_rounds: tl.tensor
     scales: Scales | None
     PUSHERS: tl.constexpr
     END: tl.constexpr
@@ -103,28 +104,28 @@ def tile_columns(ctx):
 
 
 @triton.jit
-def dealt(place, num_programs, late, head):
-    """Map a work index to a tile, round-robin; the last `late` programs start `head` rounds later.
+def tile_index(index, num_programs, late_programs, skipped_rounds):
+    """Map a work index to a tile, round-robin; the last `late_programs` start `skipped_rounds` rounds later.
 
     They have no multiprocessor until the pushing programs end.
     """
-    return place - min(place // num_programs, head) * late
+    return index - min(index // num_programs, skipped_rounds) * late_programs
 
 
 @triton.jit
-def first_of(place, num_programs):
-    """Return the gate's place of a pair of tiles, and 1 if the tile at `place` is up's, else 0."""
-    turn = place // num_programs
-    return turn // 2 * num_programs + place % num_programs, turn % 2
+def pair_index(index, num_programs):
+    """Return the gate's work index of a pair of tiles, and 1 if the tile at `index` is up's, else 0."""
+    round_index = index // num_programs
+    return round_index // 2 * num_programs + index % num_programs, round_index % 2
 
 
 @triton.jit
-def places(pid, num_programs, late, head, num_tiles, PAIRS: tl.constexpr):
-    """Return the first and the end of a program's places, num_programs apart; with PAIRS each tile has two turns."""
+def work_indices(pid, num_programs, late_programs, skipped_rounds, num_tiles, PAIRS: tl.constexpr):
+    """Return the first and the end of a program's work indices, num_programs apart; with PAIRS two for each tile."""
     first = pid
-    if pid >= num_programs - late:
-        first += head * num_programs
-    end = num_tiles + head * late
+    if pid >= num_programs - late_programs:
+        first += skipped_rounds * num_programs
+    end = num_tiles + skipped_rounds * late_programs
     if PAIRS:
         end = pid + 2 * cdiv(max(end - pid, 0), num_programs) * num_programs
         first = pid + 2 * (first - pid)
@@ -133,29 +134,29 @@ def places(pid, num_programs, late, head, num_tiles, PAIRS: tl.constexpr):
 
 @triton.jit
 def _beside(ctx, tile, is_up):
-    # The gate's tile, or up's tile of the same place if `is_up`.
+    # The gate's tile, or up's tile of the same pair if `is_up`.
     begin = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) * ctx.tiles.BLOCK_N
     return Tile(tile.chunk, tile.begin, tile.index, tile.row, tile.rows, tile.col + is_up * begin)
 
 
 @triton.jit
-def _tile_at(ctx, place):
-    # The tile, or the pair, at a place, the columns of tiles to count them by, and 1 for up's tile of a pair.
+def _tile_at(ctx, index):
+    # The tile, or the pair, at a work index, the columns of tiles to count them by, and 1 for up's tile of a pair.
     num_programs = tl.num_programs(0) - ctx.PUSHERS
     if ctx.epilogue.GATED:
-        place, is_up = first_of(place, num_programs)
+        index, is_up = pair_index(index, num_programs)
         columns = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
     else:
         is_up = 0
         columns = tile_columns(ctx)
     if ctx.PUSHERS > 0:
-        place = dealt(place, num_programs, ctx.PUSHERS, ctx.head)
-    return place, columns, is_up
+        index = tile_index(index, num_programs, ctx.PUSHERS, ctx.skipped_rounds)
+    return index, columns, is_up
 
 
 @triton.jit
-def _locate_own_chunk_first(ctx, place):
-    index, columns, is_up = _tile_at(ctx, place)
+def _locate_own_chunk_first(ctx, index):
+    index, columns, is_up = _tile_at(ctx, index)
     tile = locate_in_chunks(
         index, ctx.chunks.table, ctx.link.rank, columns, ctx.link.group.WORLD_SIZE, ctx.tiles
     )  # fmt: skip
@@ -163,8 +164,8 @@ def _locate_own_chunk_first(ctx, place):
 
 
 @triton.jit
-def _locate_whole(ctx, place):
-    index, columns, is_up = _tile_at(ctx, place)
+def _locate_whole(ctx, index):
+    index, columns, is_up = _tile_at(ctx, index)
     tile = locate_among(index, ctx.M, columns, ctx.tiles)
     return _beside(ctx, tile, is_up) if ctx.epilogue.GATED else tile
 
@@ -290,17 +291,18 @@ def _store_gathered(ctx, tile, packed, acc):
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "head"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "skipped_rounds"])
 def _gather_matmul_kernel(
-    a, b, c, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles, head, M,
-    PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    SWITCH: tl.constexpr,
+    a, b, c, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles,
+    skipped_rounds, M, PUSHERS: tl.constexpr, CONTRACTION: tl.constexpr, LAST: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Push the own shard in programs 0 .. PUSHERS - 1, and multiply in the others.
 
     Pushing programs signal each piece; with SWITCH they store to all ranks at once. The kernel enters the epoch if
     PUSHERS > 0, and ends the epoch if LAST. The op's first region holds the gathered rows: the own shard's `num_rows`
-    begin at its row `dst_row`, and pieces have slots from FIRST_SLOT on. `num_tiles`, `head`: see `places`.
+    begin at its row `dst_row`, and pieces have slots from FIRST_SLOT on. `num_tiles`,
+    `skipped_rounds`: see `work_indices`.
 
     Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in multiplying programs. Raised by
     programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
@@ -317,15 +319,15 @@ def _gather_matmul_kernel(
             chunks.PIECE, BLOCK_R, BLOCK_C, SWITCH,
         )  # fmt: skip
     else:
-        first, end = places(
-            pid - PUSHERS, num_programs - PUSHERS, PUSHERS, head, num_tiles // 2 if epilogue.GATED else num_tiles,
-            epilogue.GATED,
+        first, end = work_indices(
+            pid - PUSHERS, num_programs - PUSHERS, PUSHERS, skipped_rounds,
+            num_tiles // 2 if epilogue.GATED else num_tiles, epilogue.GATED,
         )  # fmt: skip
         # Built in the call, as a tuple that is assigned to a name loses its constants.
         matmul_tiles(
             Gathered(
-                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, head, scales,
-                PUSHERS, 0,
+                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, skipped_rounds,
+                scales, PUSHERS, 0,
             ),
             first, num_programs - PUSHERS, end,
             _locate_whole if CONTRACTION or chunks.JOINED else _locate_own_chunk_first,
@@ -342,13 +344,13 @@ def own_in_place(a: torch.Tensor) -> bool:
     return a.stride(1) == 1
 
 
-def head_turns(num_tiles: int, programs: int, pushers: int, late: float) -> int:
-    """Return the number of turns that the last `pushers` multiplying programs skip, so that all programs end together.
+def rounds_to_skip(num_tiles: int, programs: int, pushers: int, late: float) -> int:
+    """Return the number of rounds that the last `pushers` multiplying programs skip, so that all programs end together.
 
     late: as in `GatherMatmul`.
     """
     early = programs - pushers
-    # A turn is the time of a tile. The late programs start inside the last skipped turn.
+    # A round takes the time of a tile. The late programs start inside the last skipped round.
     return min(int(late * -(-num_tiles // programs)), num_tiles // early) if pushers and early > 0 else 0
 
 
@@ -454,7 +456,7 @@ class GatherMatmul:
         num_tiles = sum(-(-rows // config.block_m) for rows in (sizes if in_chunks else (M,)))
         num_tiles *= sum(-(-each.shape[1] // config.block_n) for each in bs)
         pairs = num_tiles // 2 if epilogue.GATED.value else num_tiles
-        head = head_turns(pairs, config.programs, pushers, self.late)
+        skipped_rounds = rounds_to_skip(pairs, config.programs, pushers, self.late)
         a_by, b_by = read_gathered_by(a, rows, cols, config), read_by_all(bs, config)
         flatten = on_rows and flattened(config, a_by, b_by) and not self.leaves
         if epilogue.ACTIVATION.value:
@@ -466,6 +468,7 @@ class GatherMatmul:
             config, a_by, b_by, (rows, cols),
             tiles_of(config, flatten=flatten, scales=self.scales, leaves=self.leaves, lengths=(K,)),
             tuple(map(tl.constexpr, flags)), options(config, a_by, b_by), (config.programs + pushers,),
-            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles, head), pushers,
+            (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles, skipped_rounds),
+            pushers,
             copy_rows_of(config, a, pitch),
         )  # fmt: skip

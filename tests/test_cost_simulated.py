@@ -18,7 +18,7 @@ from fusedtp.cost.model import work_of
 from fusedtp.cost.overlap import PUSHER_GBPS, Model, late_share, num_pushers
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import NARROW_RATE, Config, compiled_config, shape_class
-from fusedtp.kernels.gather_matmul import head_turns
+from fusedtp.kernels.gather_matmul import rounds_to_skip
 from fusedtp.schedules.producer import piece_rows
 from fusedtp.shards import even_sizes
 
@@ -79,8 +79,8 @@ class Grid:
             ends[i % self.pushers] = time
         last, rows = max(ends), piece_rows(2 * work.depth, config)
         late = late_share(work, machine, self.pushers)
-        head = head_turns(len(tiles), config.programs, self.pushers, late if weighed else 0.0)
-        dealt = deal(len(tiles), config.programs, self.pushers, head, pairs=False)
+        skipped = rounds_to_skip(len(tiles), config.programs, self.pushers, late if weighed else 0.0)
+        dealt = deal(len(tiles), config.programs, self.pushers, skipped, pairs=False)
         # A multiprocessor runs one program at a time.
         free = [*ends, *[machine.launch_us] * (machine.num_sms - self.pushers)]
         heapq.heapify(free)

@@ -51,7 +51,7 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 
 PLAIN = plain(
     cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among,
-    gather_matmul.dealt, gather_matmul.first_of, gather_matmul.places, gather_matmul._tile_at,
+    gather_matmul.tile_index, gather_matmul.pair_index, gather_matmul.work_indices, gather_matmul._tile_at,
     gather_matmul._locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
 )  # fmt: skip
 ORDERS = {"gather": PLAIN["_locate_own_chunk_first"], "scatter": PLAIN["_locate_own_chunk_last"]}
@@ -127,35 +127,35 @@ def test_inside_a_chunk_columns_of_grouped_rows_follow_each_other() -> None:
             assert found == sorted(found), shape
 
 
-def deal(num_tiles: int, programs: int, late: int, head: int, *, pairs: bool) -> list[list[int]]:
+def deal(num_tiles: int, programs: int, late: int, skipped: int, *, pairs: bool) -> list[list[int]]:
     """Return the tiles of each multiplying program, in order. With `pairs` each comes twice: for gate, then for up."""
     dealt = []
     for pid in range(programs):
-        first, end = PLAIN["places"](pid, programs, late, head, num_tiles, pairs)
-        turns = [PLAIN["first_of"](at, programs) if pairs else (at, 0) for at in range(first, end, programs)]
-        assert [is_up for _, is_up in turns] == ([0, 1] * (len(turns) // 2) if pairs else [0] * len(turns))
-        dealt.append([PLAIN["dealt"](at, programs, late, head) for at, _ in turns])
+        first, end = PLAIN["work_indices"](pid, programs, late, skipped, num_tiles, pairs)
+        rounds = [PLAIN["pair_index"](at, programs) if pairs else (at, 0) for at in range(first, end, programs)]
+        assert [is_up for _, is_up in rounds] == ([0, 1] * (len(rounds) // 2) if pairs else [0] * len(rounds))
+        dealt.append([PLAIN["tile_index"](at, programs, late, skipped) for at, _ in rounds])
         if pairs:
             assert dealt[-1][::2] == dealt[-1][1::2]
     return dealt
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_late_programs_sit_out_the_first_turns(pairs: bool) -> None:
-    """Every tile is dealt once, in order, and no other head would end earlier."""
+def test_late_programs_skip_the_first_rounds(pairs: bool) -> None:
+    """Every tile is dealt once, in order, and no other number of skipped rounds would end earlier."""
     random = Random(7)
     for _ in range(400):
         programs = random.randint(2, 40)
         late, num_tiles = random.randint(1, programs - 1), random.choice((0, 1, programs, random.randint(2, 400)))
         share = random.choice((0.0, random.uniform(0, 2)))
-        chosen = gather_matmul.head_turns(num_tiles, programs, late, share)
+        chosen = gather_matmul.rounds_to_skip(num_tiles, programs, late, share)
         ends = {}
-        for head in range(num_tiles // (programs - late) + 1):
-            dealt = deal(num_tiles, programs, late, head, pairs=pairs)
+        for skipped in range(num_tiles // (programs - late) + 1):
+            dealt = deal(num_tiles, programs, late, skipped, pairs=pairs)
             made = sorted(tile for tiles in dealt for tile in (tiles[::2] if pairs else tiles))
-            assert made == list(range(num_tiles)), (num_tiles, programs, late, head)
+            assert made == list(range(num_tiles)), (num_tiles, programs, late, skipped)
             assert all(tiles == sorted(tiles) for tiles in dealt)
             starts = [0.0] * (programs - late) + [share * -(-num_tiles // programs)] * late
-            turns = [len(tiles) / (1 + pairs) for tiles in dealt]
-            ends[head] = max((start + n for start, n in zip(starts, turns, strict=True) if n), default=0.0)
+            rounds = [len(tiles) / (1 + pairs) for tiles in dealt]
+            ends[skipped] = max((start + n for start, n in zip(starts, rounds, strict=True) if n), default=0.0)
         assert ends[chosen] <= min(ends.values()) + 1e-9, (num_tiles, programs, late, share, chosen, ends)
