@@ -90,7 +90,8 @@ def sharded_matmul(
         str(parsed), tuple([group.group_name for group in groups_of.values()]),
         tuple([rank for rank, _ in place.values()]), asked, w_transposed=False, by_size=True,
     )  # fmt: skip
-    return autograd.run_described(a, b, settings, (*lengths, *problems.flat(splits)))
+    described = settings, (*lengths, *problems.flat(splits))
+    return autograd.apply(problems.described, a, b, {}, next(iter(groups_of.values()), None), asked, described)  # type: ignore[no-any-return]
 
 
 @overload

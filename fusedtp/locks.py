@@ -39,9 +39,9 @@ _Key: TypeAlias = tuple[str, str]
 # Triton's interpreter has one state per process.
 INTERPRETER: _Key = ("interpreter", "")
 # By lock: the thread that holds the lock, and the op.
-_taken: dict[_Key, tuple[int, str]] = {}
+taken: dict[_Key, tuple[int, str]] = {}
 # A forked child does not have its parent's other threads.
-os.register_at_fork(after_in_child=_taken.clear)
+os.register_at_fork(after_in_child=taken.clear)
 
 
 def alone(key: _Key, op: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -53,18 +53,18 @@ def alone(key: _Key, op: str, function: Callable[P, R], *args: P.args, **kwargs:
     mine = (threading.get_ident(), op)
     try:
         # `setdefault` is atomic: only the first thread gets its own entry.
-        if (holder := _taken.setdefault(key, mine)) is not mine:
+        if (holder := taken.setdefault(key, mine)) is not mine:
             refuse(key, holder, op)
         return function(*args, **kwargs)
     finally:
         # No calls here: Python handles signals at calls, so no interruption comes before the lock is released.
-        if key in _taken and _taken[key] is mine:
-            del _taken[key]
+        if key in taken and taken[key] is mine:
+            del taken[key]
 
 
 def is_mine(key: _Key) -> bool:
     """Return whether this thread holds the lock."""
-    holder = _taken.get(key)
+    holder = taken.get(key)
     return holder is not None and holder[0] == threading.get_ident()
 
 

@@ -21,6 +21,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # torch/csrc/autograd: the id of this thread's backward pass, -1 for none.
 graph_task = torch._C._current_graph_task_id
 # torch/csrc/autograd: whether torch.profiler, or a range for NVIDIA's tools, records this thread.
@@ -49,6 +52,15 @@ without_dispatch: Any = torch._C._DisableTorchDispatch
 
 # torch/_compile.py: let a function run outside of compiled graphs. The public counterpart imports the compiler at once.
 outside_compiler: Any = torch._compile._disable_dynamo
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the compiler call the function as it traces, on constants, and take the result for a constant.
+
+    torch/_dynamo/decorators.py: `assume_constant_result`, which would import the compiler at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_tracing() -> bool:
@@ -266,10 +278,6 @@ def on_multi_tensor_changes(count: Callable[[Any], None]) -> None:
 
 # Tensors that later calls use are always made outside of torch.inference_mode: an op in training may neither write nor
 # view an inference tensor.
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
 def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to run outside of inference mode.
 

@@ -71,7 +71,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("streams: nothing waits for a replay", "workspaces/streams.py", "stream != self._stream or self._captures:", "stream != self._stream:", "test_streams.py"),
     ("streams: a replay ends with its first op", "workspaces/streams.py", "driver().add_edges(graph, new, capture.record)", "pass", "test_streams.py"),
     ("memory: other users may read it", "memory/posix.py", "os.fchmod(file.number, 0o600)", "os.fchmod(file.number, 0o644)", "test_security.py"),
-    ("locks: two threads in one group", "locks.py", "if (holder := _taken.setdefault(key, mine)) is not mine:", "if (holder := _taken.setdefault(key, mine)) is None:", "test_threads.py"),
+    ("bound: two threads in one group", "calls/bound.py", "if (holder := taken.setdefault(key, mine)) is not mine:", "if (holder := taken.setdefault(key, mine)) is None:", "test_threads.py"),
     ("groups: a forked child uses its parent's", "groups.py", "and dist.group.WORLD is inherited:", "and dist.group.WORLD is None:", "test_interruptions.py"),
     ("clock: a stopped process times out", "workspaces/clock.py", "            passed = _GAP_SECONDS\n", "            pass\n", "test_clock.py"),
     ("timeouts: a group's own is not used", "workspaces/timeouts.py", "_seconds_of.get(group, _seconds)", "_seconds", "test_workspace.py test_two_groups.py test_clock.py"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,7 +158,7 @@ def opchecked(group: ProcessGroup) -> None:
         ((4, 6), None, "[R0_X, K] @ [K, N_X] -> [R0_X, N]", (8, 6, 10, 0, 0, 0)),
     ):
         x = torch.randn(shape, requires_grad=True)
-        call = (Settings(spec, (name,), (rank,), Options("decomposed")).text, numbers)
+        call = (Settings(spec, (name,), (rank,), Options("decomposed")).to_handle(), numbers)
         given = ([x, w], "x w") if b is None else ([x, w, b], "x w bias")
         library.opcheck(torch.ops.fusedtp.matmul, (*given, False, *call))
         y = autograd.matmul(*given, False, *call)[0].detach()
@@ -353,3 +355,52 @@ def test_a_dry_run_has_the_shapes() -> None:
     """One process acts as a rank of four with torch's backend "fake", or with fake tensors."""
     done = subprocess.run([sys.executable, "-P", "-c", DRY_RUN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+IN_SEVERAL_PROCESSES = """
+import sys
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+import fusedtp
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.manual_seed(0)
+x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+
+
+def of(activation):
+    return lambda x, w: fusedtp.all_gather_linear(x, w, activation=activation)
+
+
+for activation in sys.argv[1:]:
+    call, results = of(activation), []
+    for each in (call, torch.compile(call, fullgraph=True)):
+        y = each(x, w)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+    torch.testing.assert_close(*results)
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_graph_from_the_cache_on_disk_has_the_settings_that_it_was_compiled_with(tmp_path: Path) -> None:
+    """The second process makes the same calls in the other order, by the first one's graphs, and compares gradients."""
+    hits = []
+    for activations in (("silu", "gelu"), ("gelu", "silu")):
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", IN_SEVERAL_PROCESSES, *activations], capture_output=True, text=True,
+            check=False, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        hits.append(int(done.stdout))
+    assert hits == [0, 2]
+
+
+def test_a_graph_with_settings_of_another_process_is_refused() -> None:
+    settings = Settings("[R0, K_X] @ [K_X, N] -> [R0, N]", ("elsewhere",), (0,))
+    handle = settings.to_handle()
+    assert Settings.of(handle) == settings
+    with pytest.raises(RuntimeError, match=f"settings {handle + 1}, which this process does not know"):
+        autograd.matmul([torch.ones(2, 3), torch.ones(4, 3)], "x w", False, handle + 1, (2, 3, 4, 0, 0, 0))

@@ -302,7 +302,7 @@ def gone(group: ProcessGroup) -> None:
         kept = [registry.get(other, CPU, lane) for lane in (lanes.ORDINARY, lanes.GATHERS)]
         name = other.group_name
         if (child := os.fork()) == 0:
-            os._exit(len(registry._workspaces) + len(locks._taken))
+            os._exit(len(registry._workspaces) + len(locks.taken))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     del other
     until(lambda: not [key for key in registry._made_for if key[0] == name])

@@ -133,7 +133,7 @@ def first_op(group: ProcessGroup, by_signal: bool) -> str:
     with own_group(group) as other:
 
         def second(*_: object) -> None:
-            until(lambda: ("group", other.group_name) in locks._taken)
+            until(lambda: ("group", other.group_name) in locks.taken)
             try:
                 fusedtp.all_reduce(100 * X, group=other)
             except RuntimeError as error:
@@ -142,7 +142,7 @@ def first_op(group: ProcessGroup, by_signal: bool) -> str:
 
         if group.rank() == 0 and by_signal:
             before = signals.signal(signals.SIGUSR1, second)
-            there = InThread(lambda: until(lambda: locks._taken) or os.kill(os.getpid(), signals.SIGUSR1))
+            there = InThread(lambda: until(lambda: locks.taken) or os.kill(os.getpid(), signals.SIGUSR1))
         elif group.rank() == 0:
             there = InThread(second)
         else:
@@ -176,7 +176,7 @@ def one_interpreter(group: ProcessGroup) -> str:
             reduce(of, "decomposed")
         if group.rank() == 0:
             there = InThread(lambda: reduce(group, "fused"))
-            until(lambda: ("interpreter", "") in locks._taken)
+            until(lambda: ("interpreter", "") in locks.taken)
             try:
                 reduce(other, "fused")
             except RuntimeError as error:

@@ -46,61 +46,80 @@ from .parameters import PLAIN, as_gradient, check_kept, check_versions, holder, 
 from .problems import Described, Settings
 
 
+@one
 def apply(
-    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, asked: Options,
-    along: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE, out_dtype: torch.dtype | None = None, *,
+    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, options: Options,
+    dims: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE, out_dtype: torch.dtype | None = None, *,
     of_layer: bool = False,
 ) -> Any:  # fmt: skip
     """Make the call that `problem` checks and describes, without the dispatcher if possible.
 
     - `w`: a tensor, or a tuple of several weights. Then the result is a tuple too.
     - `operands`: of the epilogue, by name: tensors or None, or tuples for several weights.
-    - `along`: further arguments of `problem` after the options: a dim and its length on every rank.
+    - `dims`: further arguments of `problem` after the options: a dim and its length on every rank.
     - `epilogue`: its options.
     - `out_dtype`: dtype of the result if operands are `Scaled`.
     - `of_layer`: whether parameters are a layer's: DTensors, or plain tensors from torch.func.
 
     torch.autocast applies.
     """
-    if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, asked.float8):
-        return _scaled(problem, x, w, operands, group, asked, along, epilogue, out_dtype)
+    # One function for all calls, because every call runs it.
+    if (out_dtype is not None or type(x) is not Tensor) and not arguments.is_plain(x, w, out_dtype, options.float8):
+        return _scaled(problem, x, w, operands, group, options, dims, epilogue, out_dtype)
     if group is None:
         group = dist.group.WORLD
     if type(group) is not ProcessGroup or groups.inherited is not None or not dist.is_initialized():
         group = groups.resolve(group)
     if type(w) is tuple:
-        given = calls_.named(x, w, operands)
+        tensors = calls_.named(x, w, operands)
     else:
-        # As `call.named`, inlined because every call runs this.
-        given = {"x": x, "w": w}
+        # As `call.named`, inlined.
+        tensors = {"x": x, "w": w}
         for name, each in operands.items():
             if each is not None:
-                given[name] = each
-    dispatched = torch.compiler.is_compiling()
-    if of_layer:
-        parts = None if dispatched else _parts(given)
-        if parts is not None:
-            return run(calls_.find(problem, parts, group, asked, along, epilogue), given, parts)
-        given = _local(given)
-    for each in given.values():
-        dispatched = dispatched or type(each) not in PLAIN
-    # As in `arguments.autocast`, inlined because every call runs this.
-    if dispatched or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
-        given = dict(zip(given, arguments.autocast(*given.values()), strict=True))
-    # Each branch returns the result in the same line: the call is closed by then, and an interruption before a further
-    # line would lose the result of an op that has ended.
-    if dispatched:
-        return _in_graph(given, *calls_.describe(problem, given, group, asked, along, epilogue))
-    return run(calls_.find(problem, given, group, asked, along, epilogue), given, given)
+                tensors[name] = each
+    # The parameters of a layer are unwrapped once: outside of autograd for `_Eager`, else by to_local.
+    in_graph = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active()
+    parts = _parts(tensors) if of_layer and not in_graph else None
+    if parts is None:
+        if of_layer:
+            tensors = _local(tensors)
+        special = torch.compiler.is_compiling()
+        for each in tensors.values():
+            special = special or type(each) not in PLAIN
+        # As in `arguments.autocast`, inlined.
+        if special or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+            tensors = dict(zip(tensors, arguments.autocast(*tensors.values()), strict=True))
+        if special:
+            return _by_operator(tensors, *calls_.describe(problem, tensors, group, options, dims, epilogue))
+        parts = tensors
+    call = calls_.find(problem, parts, group, options, dims, epilogue)
+    if in_graph or x.is_meta:
+        return _by_operator(tensors, call.settings, call.numbers)
+    if any(map(_is_neg, tensors.values())):
+        # Kernels read memory and ignore torch's negative bit of a view.
+        plain, parts = tensors is parts, {name: each.resolve_neg() for name, each in parts.items()}
+        tensors = parts if plain else {name: each.resolve_neg() for name, each in tensors.items()}
+    if torch.is_grad_enabled():
+        # Autograd would refuse only after the op has run.
+        if any(map(_is_inference, tensors.values())):
+            _refuse_inference(call, tensors)
+        is_linear = call.is_linear and _LINEAR.issuperset(tensors) and tensors is parts
+        if is_linear and holder(parts["x"]) is None and holder(parts["w"]) is None:
+            return call.linear(parts)
+        return _Eager.apply(call, parts, *tensors.values())  # type: ignore[no-untyped-call]
+    if call.is_linear and _LINEAR.issuperset(tensors):
+        return call.linear(parts)
+    return _results(call, call.run(parts))
 
 
-def _parts(given: Mapping[str, Any]) -> dict[str, Tensor] | None:
-    # Return the local tensors of a layer's call, or None if x needs a cast or a tensor other than a parameter has a
-    # special type. torch.func may wrap weights, which only `local` unwraps.
-    parts, x = {**given}, given["x"]
-    if type(x) not in PLAIN or (not x.is_meta and torch.is_autocast_enabled(x.device.type)):
+def _parts(tensors: Mapping[str, Any]) -> dict[str, Tensor] | None:
+    # Return the local tensors of a layer's call, outside of any graph. None if x is on meta or needs a cast, or if a
+    # tensor other than a parameter has a special type. torch.func may wrap weights, which only `local` unwraps.
+    parts, x = {**tensors}, tensors["x"]
+    if type(x) not in PLAIN or x.is_meta or torch.is_autocast_enabled(x.device.type):
         return None
-    for name, each in given.items():
+    for name, each in tensors.items():
         if type(each) in PLAIN:
             if name[0] == "w":
                 return None
@@ -120,43 +139,9 @@ def _local(given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def run_described(x: Tensor, w: Tensor, settings: Settings, numbers: Sequence[int]) -> Tensor:
-    """Run a call that is already described, without a bias."""
-    given = {"x": x, "w": w}
-    if torch.compiler.is_compiling() or type(x) not in PLAIN or type(w) not in PLAIN:
-        return _in_graph(given, settings, numbers)  # type: ignore[no-any-return]
-    return run(calls_.of(settings, numbers, x.dtype, x.device), given, given)  # type: ignore[no-any-return]
-
-
 _is_neg, _is_inference = Tensor.is_neg, Tensor.is_inference
 # The tensors that F.linear takes.
 _LINEAR = frozenset(("x", "w", "bias"))
-
-
-@one
-def run(call: Call, given: dict[str, Any], parts: dict[str, Tensor]) -> Any:
-    """Run a prepared call outside of compilers.
-
-    `given` has the call's tensors by name. Parameters may be a layer's DTensors; `parts` has the local tensors.
-    """
-    x = parts["x"]
-    if is_in_torch_dispatch_mode() or transforms_active() or x.is_meta:
-        return _by_operator(_local(given), call.settings, call.numbers)
-    if any(map(_is_neg, given.values())):
-        # Kernels read memory and ignore torch's negative bit of a view.
-        plain, parts = given is parts, {name: each.resolve_neg() for name, each in parts.items()}
-        given = parts if plain else {name: each.resolve_neg() for name, each in given.items()}
-    if torch.is_grad_enabled():
-        # Autograd would refuse only after the op has run.
-        if any(map(_is_inference, given.values())):
-            _refuse_inference(call, given)
-        is_linear = call.is_linear and _LINEAR.issuperset(given) and given is parts
-        if is_linear and holder(x) is None and holder(given["w"]) is None:
-            return call.linear(parts)
-        return _Eager.apply(call, parts, *given.values())  # type: ignore[no-untyped-call]
-    if call.is_linear and _LINEAR.issuperset(given):
-        return call.linear(parts)
-    return _as_asked(call, call.run(parts))
 
 
 def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
@@ -182,7 +167,7 @@ class _Eager(torch.autograd.Function):
         # `save_for_backward` takes the plain tensors. The context itself holds the DTensors.
         ctx.dtensors = {name: each for name, each in zip(parts, tensors, strict=True) if type(each) not in PLAIN}
         ctx.versions = versions([*saved.values()], [each for name, each in ctx.dtensors.items() if name in saved])
-        return _as_asked(call, outs)
+        return _results(call, outs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
@@ -196,7 +181,7 @@ class _Eager(torch.autograd.Function):
         refuse_forward_mode()
 
 
-def _as_asked(call: Call, outs: Sequence[Tensor]) -> Any:
+def _results(call: Call, outs: Sequence[Tensor]) -> Any:
     # Without the products; a normed sum before the sum.
     if call.epilogue.norm:
         return outs[1], outs[0]
@@ -272,7 +257,10 @@ def gradients(
     if "norm_weight" in needs:
         dys = _through_norm(ctx, dys, kept, found)
     zs: list[Any] = list(dys[: call.num_results])
-    unused = [i for i, dy in enumerate(zs) if dy is None]
+    unused: list[int] = []
+    for i, dy in enumerate(zs):
+        if dy is None:
+            unused.append(i)
     if len(unused) == len(zs):
         return {}
     like = next(dy for dy in zs if dy is not None) if unused else zs[0]
@@ -287,7 +275,7 @@ def gradients(
         if by_operator:
             read = dict(zip(call.dys, zs, strict=True))
             read |= {name: kept[name] for name in ("x", *call.weights) if name in kept}
-            made = matmul_backward([*read.values()], " ".join(read), wanted, call.settings.text, call.numbers)
+            made = matmul_backward([*read.values()], " ".join(read), wanted, call.settings.to_handle(), call.numbers)
         else:
             for dy, z in zip(call.dys, zs, strict=True):
                 kept[dy] = z.resolve_neg()
@@ -340,7 +328,7 @@ def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
 
 
 def _forward(
-    tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int], *, fake: bool = False
+    tensors: Sequence[Tensor], names: str, keeps: bool, settings: int, numbers: Sequence[int], *, fake: bool = False
 ) -> list[Tensor]:
     given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
     call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
@@ -356,18 +344,18 @@ def _forward(
 
 
 @operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
-def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: str, numbers: Sequence[int]) -> list[Tensor]:
+def matmul(tensors: Sequence[Tensor], names: str, keeps: bool, settings: int, numbers: Sequence[int]) -> list[Tensor]:
     """Run a call on tensors with these names, see `Call.run`.
 
     - `names`: with spaces between them, x first. `x.scale` and `w.scale` are scales of float8.
     - `keeps`: return the products before the activation too. Gradients need them, except those of `OF_RESULT`.
-    - `settings`, `numbers`: as in `call.of`, the settings as `text`. The numbers may be symbolic.
+    - `settings`, `numbers`: as in `call.of`, the settings by `Settings.to_handle`. The numbers may be symbolic.
     """
     return _forward(tensors, names, keeps, settings, numbers)
 
 
 def _backward(
-    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int], *,
+    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: int, numbers: Sequence[int], *,
     fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     given = dict(zip(names.split(), tensors, strict=True))
@@ -387,7 +375,7 @@ def _refuse_second(ctx: Any, *grads: Any) -> Any:
 
 @operator("matmul_backward", partial(_backward, fake=True), _refuse_second, lambda *_: None)
 def matmul_backward(
-    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: str, numbers: Sequence[int]
+    tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: int, numbers: Sequence[int]
 ) -> list[Tensor]:
     """Return the needed gradients: of x, then of w and bias of each weight. `names` begins with those of gradients."""
     return _backward(tensors, names, needs, settings, numbers)
@@ -410,14 +398,11 @@ def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Seque
         # Inside of transforms a tensor does not tell whether it needs a gradient.
         transformed = not torch.compiler.is_compiling() and transforms_active()
         keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
-    ys = matmul(tensors, " ".join(given), keeps, settings.text, numbers)
+    ys = matmul(tensors, " ".join(given), keeps, settings.to_handle(), numbers)
     if epilogue.is_gated:
         return ys[0]
     ys = ys[: len(ys) // 2] if keeps else ys
     return ys[0] if len(ys) == 1 else tuple(ys)
-
-
-_in_graph = one(_by_operator)
 
 
 def _named(dtypes: Sequence[torch.dtype]) -> tuple[str, ...]:
@@ -434,7 +419,6 @@ def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks
     return in_float8
 
 
-@one
 def _scaled(
     problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, asked: Options,
     along: tuple[Any, ...], epilogue: Epilogue, out_dtype: torch.dtype | None,
@@ -449,11 +433,11 @@ def _scaled(
         given |= {f"{name}.scale": each.scale for name, each in scaled.items()}
         return _by_operator(given, settings, numbers)
     call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, epilogue)
-    # As in `run`.
+    # As in `apply`.
     given = {name: each.resolve_neg() for name, each in given.items()}
     given |= {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
     with torch.no_grad():
-        return _as_asked(call, call.run(given))
+        return _results(call, call.run(given))
 
 
 def _stand_ins(

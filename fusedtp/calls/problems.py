@@ -5,9 +5,9 @@ Each function has one check, which runs once for equal calls, and when a compile
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..epilogue import NO_EPILOGUE, NORM, OPERANDS, Epilogue
 from ..op import ANY_ORDER, MATMUL_ALL_REDUCE, RANK_ORDER, Options
+from ..torch_private import constant_in_graphs
 from . import arguments
 from .arguments import Weights
 
@@ -58,29 +59,44 @@ class Settings(NamedTuple):
         """Return whether each rank has its own rows of a layer's result."""
         return "_X" in self.spec.split("->")[1]
 
-    @property
-    def text(self) -> str:
-        """Return the settings as one string, for a registered operator."""
-        flags = "".join(["1" if flag else "0" for flag in (self.w_transposed, self.by_size, self.blocks)])
-        numbers, asked = " ".join([str(rank) for rank in self.ranks]), [each or "" for each in self.asked]
-        activation, norm, eps, *_ = self.epilogue.options
-        ends = activation or "", norm or "", f"{eps!r}"
-        lines = self.spec, numbers, flags, *ends, str(self.leaves), " ".join(self.dtypes)
-        return "\n".join([*asked, *lines, *self.group_names])
+    def to_handle(self) -> int:
+        """Return the settings as an integer, for a registered operator: a hash, the same in every process.
+
+        It registers the settings in this process, where `of` returns them. A graph that was compiled in another process
+        comes from a cache only after the compiler has traced the call, and so registered the settings, in this one.
+        """
+        # The compiler runs `_registered` itself, with constants. It would give it empty named tuples.
+        plain: Any = {"asked": (*self.asked,), "epilogue": (*self.epilogue,)}
+        handle: int = _registered(*self._replace(**plain))
+        return handle
 
     @staticmethod
-    @lru_cache(maxsize=MAX_CALLS)
-    def of(text: str) -> Settings:
-        """Return the settings from their `text`."""
-        *lines, spec, numbers, flags, activation, norm, eps, leaves, dtypes = text.split("\n")[:13]
-        schedule, algorithm, producer, float8, order = lines
-        asked = Options(schedule, algorithm, producer, float8 or None, order)
-        epilogue = Epilogue(activation=activation or None, norm=norm or None, eps=float(eps))
-        w_transposed, by_size, blocks = (flag == "1" for flag in flags)
-        names, ranks = tuple(text.split("\n")[13:]), tuple(map(int, numbers.split()))
-        return Settings(
-            spec, names, ranks, asked, w_transposed, by_size, epilogue, int(leaves), tuple(dtypes.split()), blocks
-        )  # fmt: skip
+    def of(handle: int) -> Settings:
+        """Return the settings with this handle; RuntimeError if this process has not registered them."""
+        settings = _known.get(handle)
+        if settings is None:
+            raise RuntimeError(
+                f"a graph has a fusedtp call with the settings {handle}, which this process does not know: the graph "
+                "was made in another process. Compile or export it in this one"
+            )
+        return settings
+
+
+# Settings by handle. They stay as long as the process, because a graph may hold a handle.
+_known: dict[int, Settings] = {}
+
+
+@constant_in_graphs
+def _registered(*fields: Any) -> int:
+    settings = Settings(*fields)
+    epilogue = Epilogue(*settings.epilogue)
+    # Equal settings have one text: eps may be 0 or 0.0.
+    settings = settings._replace(asked=Options(*settings.asked), epilogue=epilogue._replace(eps=float(epilogue.eps)))
+    # An operator's integer has 64 bits and a sign.
+    handle = int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:8], "big") >> 1
+    if _known.setdefault(handle, settings) != settings:
+        raise RuntimeError(f"{settings} and {_known[handle]} have one hash: change an option of one of them")
+    return handle
 
 
 # The first arguments of `call.of`.
@@ -89,6 +105,14 @@ Described: TypeAlias = tuple[Settings, Sequence[int]]
 # Features that x should have, for errors.
 _ALL = "all features, [.., K]; a style gathers them from shards with input_layouts=Shard(-1)"
 _OWN = "this rank's shard of the features, [.., K_X]; a style cuts a whole x with input_layouts=Replicate()"
+
+
+def described(
+    a: Tensor, b: Tensor, group: ProcessGroup, asked: Options, settings: Settings, numbers: Sequence[int], *,
+    epilogue: Epilogue,
+) -> Described:  # fmt: skip
+    """Return the settings and numbers of a call that the caller has checked."""
+    return settings, numbers
 
 
 def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

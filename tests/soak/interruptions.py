@@ -20,7 +20,7 @@ _BENCH = f"{Path(fusedtp.bench.__file__).parent}/"
 # A tracer can strike before these lines, but no signal can: the exit of a lock; a `try:` (its instruction does nothing,
 # and Python 3.11 leaves it out of the surrounding block); lines of `locks` that call nothing.
 _NO_SIGNAL = (
-    "with _lock:", "try:", "if key in _taken and _taken[key] is mine:", "del _taken[key]", "_here.call = None",
+    "with _lock:", "try:", "if key in taken and taken[key] is mine:", "del taken[key]", "_here.call = None",
     "return result",
 )  # fmt: skip
 
