@@ -27,7 +27,8 @@ CPU = (
     "choose/paths.py", "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py",
     "scaled.py", "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
     "schedules/transport.py", "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py",
-    "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py", "workspaces/workspace.py",
+    "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py", "workspaces/words.py",
+    "workspaces/workspace.py",
 )  # fmt: skip
 # Folders stand for all their modules.
 GPU = (
