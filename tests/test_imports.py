@@ -61,6 +61,15 @@ INNER_FLOORS = {
         ("registry",),
     ),
     "choose": (("paths", "tuning"), ("dispatch",)),
+    # A program does not know how its tasks are run.
+    "calls": (
+        ("parameters",),
+        ("arguments",),
+        ("problems",),
+        ("program", "bound"),
+        ("call", "operators"),
+        ("autograd",),
+    ),
 }
 PURE = ("sharding", "cost", "explain")
 HEAVY = ("triton", "matplotlib", "pandas", "scipy", "jinja2", "typer", "rich")

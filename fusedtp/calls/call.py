@@ -94,8 +94,10 @@ class Call:
             self._check_blocks()
         # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
         self._programs: dict[tuple[Any, ...], Program] = {}
-        # The tasks of their steps.
+        # The bound tasks of their steps. Then, for all calls that differ in their rows alone, a bound task with some
+        # numbers of rows for each axis and task of the first call's steps.
         self._readies: dict[ProgramStep, BoundTask] = {}
+        self._bound: dict[tuple[str, Task], BoundTask] = {}
         # The first call that differs in its rows alone, and keys in `_calls` of the last ones.
         self.first, self.has_rows = self, False
         self.recent: deque[Any] = deque()
@@ -236,14 +238,16 @@ class Call:
         ready = self._readies.get(step)
         if ready is not None and not ready.is_stale():
             return ready
-        task, known, rows = self._task(step, operands), step.known, self._whole_rows
+        assert step.task is not None
+        key = step.axis, step.task
+        task, known, rows = self._task(step, operands), self._bound.get(key), self._whole_rows
         if rows:
             rows = tuple([(name, self.partition.lengths[name]) for name, _ in rows])
         if known is not None and not known.is_stale():
             ready = known.at(task, rows)
         else:
             asked = self.settings.asked
-            ready = step.known = BoundTask(
+            ready = self._bound[key] = BoundTask(
                 task, asked.schedule, self._group(step.axis), self._device, producer=asked.producer, call=self._text,
                 rows=rows,
             )  # fmt: skip

@@ -37,7 +37,6 @@ from ..schedules.local import mm, summed, summed_rows
 from ..sharding import notation
 from ..sharding.plan import MatmulPlan, Partition, Plan
 from ..sharding.routes import Step, moved
-from .bound import BoundTask
 from .problems import Settings
 
 
@@ -213,7 +212,7 @@ OutputShape: TypeAlias = tuple[tuple[str, ...], Sequence[int]]
 Local: TypeAlias = Callable[[dict[str, Any]], Sequence[Any]]
 
 
-# Without eq, as calls look up tasks by their steps.
+# Without eq, as calls look up bound tasks by steps.
 @dataclass(eq=False)
 class ProgramStep:
     """A step of a program: a task over a mesh axis, or `local`, a function of this rank's tensors by name.
@@ -222,7 +221,6 @@ class ProgramStep:
     - `split`: of the task's sizes, if it has any.
     - `shapes`: for each result that is no matrix, its index and shape.
     - `frees`: tensors that no later step reads.
-    - `known`: the task with some numbers of rows, prepared when it first runs.
     """
 
     reads: tuple[str, ...]
@@ -234,7 +232,6 @@ class ProgramStep:
     split: Split | None = None
     shapes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     frees: tuple[str, ...] = ()
-    known: BoundTask | None = None
 
     def at(self, partition: Partition) -> ProgramStep:
         """Return the step with results in the shapes that they have with other rows."""
