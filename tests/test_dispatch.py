@@ -75,7 +75,7 @@ def run_all(group: ProcessGroup, size: int) -> dict[str, tuple[str, str]]:
 def reading(group: ProcessGroup, file: str) -> Iterator[None]:
     """Give the group a new start with this tuning table, and afterwards one without a table."""
     fusedtp.destroy(group)
-    dispatch._said.clear()
+    dispatch._warned.clear()
     os.environ["FUSEDTP_TUNING"] = file
     try:
         yield

@@ -131,15 +131,15 @@ class BoundTask(Prepared):
             return True
         return self.on_gpu and torch.cuda.is_current_stream_capturing() != self._capturing
 
-    def run(self, operands: Mapping[str, Any], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
+    def run(self, operands: Mapping[str, Any], results: Sequence[Tensor | None] = ()) -> list[Tensor]:
         """Run the task on these operands and return its results.
 
-        `given`: tensors for the first results, None for new ones. They may have any strides. Operands must not share
+        `results`: tensors for the first results, None for new ones. They may have any strides. Operands must not share
         memory with them, except this rank's part of an all_gather's result. Raises ValueError if one does not fit.
         """
-        if given:
-            _check_outs(self.task, self.group.rank(), self._device, given)
-            operands = {**operands, **{f"out{i or ''}": out for i, out in enumerate(given) if out is not None}}
+        if results:
+            _check_outs(self.task, self.group.rank(), self._device, results)
+            operands = {**operands, **{f"out{i or ''}": out for i, out in enumerate(results) if out is not None}}
         # A profiler shows the op as a range, whose name needs the path.
         profiled = record_function(self._name()) if profiler_is_on() else _NOTHING
         with profiled:
@@ -219,8 +219,8 @@ def _check_outs(task: Task, rank: int, device: torch.device, outs: Sequence[Tens
             raise ValueError(f"{op}: result {i} must be a new tensor: products before an activation and norms are")
         is_whole = epilogue.whole and i == len(shapes) - 1
         expected = (tuple(shape), (task.float8 if is_whole else None) or task.dtype, device)
-        if (found := (tuple(out.shape), out.dtype, out.device)) != expected:
-            raise ValueError(f"{op}: the tensor for result {i} must be {expected}, got {found}")
+        if (actual := (tuple(out.shape), out.dtype, out.device)) != expected:
+            raise ValueError(f"{op}: the tensor for result {i} must be {expected}, got {actual}")
         if any(length > 1 and stride == 0 for length, stride in zip(out.shape, out.stride(), strict=True)):
             raise ValueError(f"{op}: the tensor for result {i} has one place for several elements: {out.stride()}")
 

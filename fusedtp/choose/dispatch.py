@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SharedConfig:
     target: str = ""
 
 
-# Neither is emptied with `generation`: its changes differ between ranks, and sharing is collective.
+# Neither is emptied by `generation.changed`, which ranks call at different times: sharing is collective.
 _shared: WeakKeyDictionary[Workspace, SharedConfig] = WeakKeyDictionary()
 _paths: Decisions[Path] = Decisions()
 
@@ -152,8 +152,8 @@ def _shared_config(ws: Workspace, group: ProcessGroup) -> SharedConfig:
         generation.changed()
     if interruption is not None:
         raise interruption
-    if ignored and ignored not in _said:
-        _said.add(ignored)
+    if ignored and ignored not in _warned:
+        _warned.add(ignored)
         warnings.warn(f"fusedtp chooses schedules without measurements: {ignored}", stacklevel=3)
     return shared
 
@@ -226,8 +226,8 @@ def workspace_of(group: ProcessGroup, device: torch.device, lane: int = lanes.OR
 
 def _unreachable(op: str, detail: str) -> Path:
     reason = f"the ranks cannot reach each other's memory ({detail})"
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _warned:
+        _warned.add(reason)
         warnings.warn(f"fusedtp runs {op} and what follows unfused: {reason}", stacklevel=3)
     return Path(op, "unfused", reason)
 
@@ -284,13 +284,13 @@ def _share(ws: Workspace, group: ProcessGroup, on_gpu: bool) -> tuple[SharedConf
     if on_gpu:
         sent = [message]
         dist.broadcast_object_list(sent, dist.get_global_rank(group, 0), group)
-        found = str(sent[0])
+        received = str(sent[0])
     else:
         # A late import, as in `workspace_of`. The store, not a collective of the backend: an interrupted rank might
         # never join a collective.
         from ..workspaces.rendezvous import StoreExchange
 
-        found = StoreExchange(group, ws.lane).from_first(ws.making, message)
-    shared = json.loads(found)
+        received = StoreExchange(group, ws.lane).from_first(ws.making, message)
+    shared = json.loads(received)
     table = tuning.parse(shared["table"]) if shared["table"] else None
     return SharedConfig(table, of_gpu(shared["gpu"]), shared["target"]), ignored, interruption

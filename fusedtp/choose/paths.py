@@ -42,8 +42,8 @@ class Path:
     shapes: str = ""
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
-        return f"Path({given})"
+        fields = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value)
+        return f"Path({fields})"
 
 
 # Paths without the text of their shapes, and what it is made of, if asked for: shapes, dtype, number of ranks.
@@ -71,9 +71,9 @@ def last_path() -> Path | None:
     global _last
     if _last is None:
         return None
-    found = whole(*_last)
-    _last = found, None, "", 0
-    return found
+    path = whole(*_last)
+    _last = path, None, "", 0
+    return path
 
 
 def paths() -> list[Path]:

@@ -171,15 +171,15 @@ def identity() -> dict[str, Any]:
     """Return the parts of the machine and the versions that times depend on."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        model_name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
+        model_name = None
     try:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "not installed"
     return {
-        "cpu": found.group(1).strip() if found else platform.machine(),
+        "cpu": model_name.group(1).strip() if model_name else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name(0) if num_gpus else "",
         "num_gpus": num_gpus,
@@ -190,16 +190,16 @@ def identity() -> dict[str, Any]:
 
 def path() -> Path | None:
     """Return the path of this machine's table; None for none. Raise ValueError for an unknown user's home."""
-    given = os.environ.get(ENVIRONMENT)
-    if given is not None and given.strip().lower() in ("", "off"):
+    from_environment = os.environ.get(ENVIRONMENT)
+    if from_environment is not None and from_environment.strip().lower() in ("", "off"):
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    name, wanted = (ENVIRONMENT, given) if given is not None else ("XDG_CACHE_HOME", cache)
+    name, wanted = (ENVIRONMENT, from_environment) if from_environment is not None else ("XDG_CACHE_HOME", cache)
     try:
         target = Path(wanted).expanduser()
     except RuntimeError as error:
         raise ValueError(f"{name} is {wanted!r}, the home of an unknown user") from error
-    return target if given is not None else target / "fusedtp" / "tuning.json"
+    return target if from_environment is not None else target / "fusedtp" / "tuning.json"
 
 
 def dump(table: Table) -> str:
@@ -374,8 +374,8 @@ def decide(
     # Noise at the measured size is noise here too, unless the model predicts a larger difference than its error.
     if are_alike and times[usual] / times[best] <= max(MODEL_ERROR, measured[usual] / measured[best]):
         pair = {name: measured[name] for name in (best, usual)}
-        told = _versus(pair, min(pair, key=lambda name: pair[name]), pair)
-        return usual, f"as without a measurement: {told} at {where}"
+        comparison = _versus(pair, min(pair, key=lambda name: pair[name]), pair)
+        return usual, f"as without a measurement: {comparison} at {where}"
     if are_alike:
         return best, f"predicted: {_versus(times, best)} here, though the difference is noise at {where}"
     fastest = min(measured, key=lambda name: measured[name])

@@ -127,8 +127,8 @@ class _Planner:
 
         def own(names: Sequence[str]) -> list[str]:
             inside = [each for each, _ in child.named_modules(prefix=name)]
-            found = [each for full in names for each in inside if fnmatch.fnmatchcase(each, full)]
-            return [each.removeprefix(f"{name}.") for each in found]
+            matched = [each for full in names for each in inside if fnmatch.fnmatchcase(each, full)]
+            return [each.removeprefix(f"{name}.") for each in matched]
 
         columns, rows = own(of.columns), own(of.rows)
         if is_norm(child):
@@ -262,16 +262,16 @@ class _Planner:
 
     def _last_norm(self) -> None:
         of = self._of
-        found = {
+        candidates = {
             name: child for name, child in of.base.named_children()
             if not isinstance(child, nn.Embedding | nn.ModuleList) and any(True for _ in child.parameters())
         }  # fmt: skip
-        if len(found) != 1 or not all(map(is_norm, found.values())):
+        if len(candidates) != 1 or not all(map(is_norm, candidates.values())):
             raise NotImplementedError(
                 f"parallelize looks for one norm with parameters beside the layers of {type(of.base).__name__}, it has "
-                f"{', '.join(found) or 'none'}: pass sequence_parallel=False"
+                f"{', '.join(candidates) or 'none'}: pass sequence_parallel=False"
             )
-        (name,) = map(of.named, found)
+        (name,) = map(of.named, candidates)
         self._add(name, self._norm())
         if self._ends_whole:
             self._add(name, WholeOutput())
@@ -318,10 +318,10 @@ def decoder_plan(
     dtype = next((each.dtype for each in decoder.parameters()), None)
     recipe = arguments.float8_of(float8, dtype, "parameters")
     arguments.leaves_of(Options(schedule, float8=recipe, order=order), num_ranks, dtype)
-    if found := next((name for name, each in decoder.named_parameters() if isinstance(each, DTensor)), None):
+    if dtensor := next((name for name, each in decoder.named_parameters() if isinstance(each, DTensor)), None):
         raise NotImplementedError(
-            f"parallelize splits a model that every rank has whole, and {found} of this {type(decoder).__name__} is a "
-            "DTensor: it has been split before, by parallelize, by transformers (tp_plan, distributed_config), by "
+            f"parallelize splits a model that every rank has whole, and {dtensor} of this {type(decoder).__name__} is "
+            "a DTensor: it has been split before, by parallelize, by transformers (tp_plan, distributed_config), by "
             "parallelize_module or by fully_shard. Load the model without that, and call parallelize first"
         )
     linears = {"schedule": schedule, "float8": recipe, "order": order}
@@ -338,18 +338,18 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
     lies: dict[int, list[str]] = {}
     for pattern, styles in plan.items() if ties else ():
         for style in styles:
-            parts: dict[str, tuple[ParallelStyle, int | None]] = {pattern: (style, None)}
+            by_pattern: dict[str, tuple[ParallelStyle, int | None]] = {pattern: (style, None)}
             if isinstance(style, FusedGroup):
-                parts = {f"{pattern}.{name}": (style.style, style.pieces.get(name)) for name in style.names}
-            for name, (of, pieces) in parts.items():
+                by_pattern = {f"{pattern}.{name}": (style.style, style.pieces.get(name)) for name in style.names}
+            for name, (of, pieces) in by_pattern.items():
                 of = of.style if isinstance(of, TiedHead) else of
                 kind = "rows" if isinstance(of, FusedEmbeddingParallel | FusedColwiseParallel) else type(of).__name__
                 for _, module in () if isinstance(of, Hooks | Heads) else matching(model, name):
                     lies.setdefault(id(module), []).append(f"{kind} {pieces}")
     for names in ties:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
-        found = {(own, *lies.get(id(module), [])) for module, own in owners}
-        if len(found) > 1 or f"{Unpack.__name__} None" in next(iter(found)):
+        layouts = {(own, *lies.get(id(module), [])) for module, own in owners}
+        if len(layouts) > 1 or f"{Unpack.__name__} None" in next(iter(layouts)):
             raise NotImplementedError(
                 f"parallelize keeps a parameter that several modules share where all of them are split alike, and "
                 f"{', '.join(names)}, one parameter, are not: give each its own"
@@ -394,20 +394,20 @@ def parallelize(
     }  # fmt: skip
     compares = arguments.flag("compare_inputs", compare_inputs)
     others = {"src_data_rank": src_data_rank, "compare_inputs": compares}
-    said = {name: repr(value) for name, value in {**options, **others}.items()}
-    said = {"model": type(model).__name__, **said}
+    compared = {name: repr(value) for name, value in {**options, **others}.items()}
+    compared = {"model": type(model).__name__, **compared}
     try:
         plan = decoder_plan(model, device_mesh.size(), **options)
         lasting = meta.rebuilt(model)
     except Exception as error:
         # Tell the other ranks, which would wait for this one.
-        compare_given(device_mesh.get_group(), {**said, "plan": f"refused, {error}"}, "parallelize")
+        compare_given(device_mesh.get_group(), {**compared, "plan": f"refused, {error}"}, "parallelize")
         raise
     planned = {f"the plan of {pattern}": repr(styles) for pattern, styles in plan.items()}
     # Without this, a style's first scatter of parameters would wait for the group's timeout if a rank has other
     # parameters, or none.
-    said = {**said, "plan": "made", **planned, **model_given(model)}
-    compare_given(device_mesh.get_group(), said, "parallelize")
+    compared = {**compared, "plan": "made", **planned, **model_given(model)}
+    compare_given(device_mesh.get_group(), compared, "parallelize")
     if meta.is_on_meta(model):
         meta.keep(model, lasting, device_mesh.device_type)
     decoder = lora.model_of(model)
@@ -421,8 +421,8 @@ def parallelize(
             for name, module in list(matching(decoder, pattern)):
                 for each in (module, *lora.copies(adapted.get(name))):
                     for style in styles:
-                        given = {"src_data_rank": src_data_rank, "keeps_ties": True, "tokens": tokens}
-                        vars(style).update(given)
+                        attributes = {"src_data_rank": src_data_rank, "keeps_ties": True, "tokens": tokens}
+                        vars(style).update(attributes)
                         style._apply(each, device_mesh)
         meta.tie(decoder, tied)
     for module in adapted.values():
@@ -497,14 +497,14 @@ def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 def styled(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, list[ParallelStyle]]:
     """Return a plan's styles by the name of the module that they apply to."""
-    found: dict[str, list[ParallelStyle]] = {}
+    by_name: dict[str, list[ParallelStyle]] = {}
     for pattern, styles in plan.items():
         for style in styles:
             names = [f"{pattern}.{name}" for name in style.names] if isinstance(style, FusedGroup) else [pattern]
             for each in names:
                 for name, _ in matching(model, each):
-                    found.setdefault(name, []).append(style)
-    return found
+                    by_name.setdefault(name, []).append(style)
+    return by_name
 
 
 def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict[str, float]:
@@ -528,7 +528,7 @@ def whole(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -> dict
             path = f"{pattern}.{linear}"
             lengths = [each.lengths for each in plan.get(path, ()) if part and isinstance(each, Unpack)]
             share = lengths[0][int(part)] / sum(lengths[0]) if lengths else 1.0
-            bytes_of = sum(each.nbytes for _, found in matching(model, path) for each in found.parameters())
+            bytes_of = sum(each.nbytes for _, module in matching(model, path) for each in module.parameters())
             left[f"{pattern}.{name}"] = share * bytes_of / total
     return left
 

@@ -87,8 +87,8 @@ def _check() -> tuple[Any, dict[str, Any]]:
     missing: list[str] = []
     for kind in _SERVED:
         for method, known in _METHODS.items():
-            given = getattr(getattr(of, kind, None), method, None)
-            if given is None or [*inspect.signature(given).parameters] != ["self", *known]:
+            function = getattr(getattr(of, kind, None), method, None)
+            if function is None or [*inspect.signature(function).parameters] != ["self", *known]:
                 missing.append(f"{kind}.{method}(self, {', '.join(known)})")
     registry: Any = getattr(of, "ALL_PARALLEL_STYLES", {})
     if not callable(getattr(registry, "register", None)):
@@ -153,11 +153,11 @@ class _Columns(_Linear):
 
         def forward(input: Tensor) -> Tensor:
             x, placement, sizes = to.receive(input)
-            given = module.weight, {"bias": module.bias}, to.group, to.options
+            parameters = module.weight, {"bias": module.bias}, to.group, to.options
             if isinstance(placement, Shard):
-                y = autograd.apply(problems.all_gather_problem, x, *given, (placement.dim, sizes), of_layer=True)
+                y = autograd.apply(problems.all_gather_problem, x, *parameters, (placement.dim, sizes), of_layer=True)
             else:
-                y = autograd.apply(problems.replicated_problem, x, *given, of_layer=True)
+                y = autograd.apply(problems.replicated_problem, x, *parameters, of_layer=True)
             if gathers:
                 widths = to.sizes(module.out_features)
                 whole = _Gathered.apply(y, widths, to.group, to.options.schedule)  # type: ignore[no-untyped-call]
@@ -193,8 +193,8 @@ class _PackedColumns(_Style):
 
         def forward(input: Tensor) -> Tensor:
             x, _, _ = to.receive(input, Replicate())
-            given = module.weight, {"bias": module.bias}, to.group, to.options
-            return autograd.apply(problems.replicated_problem, x, *given, of_layer=True)  # type: ignore[no-any-return]
+            parameters = module.weight, {"bias": module.bias}, to.group, to.options
+            return autograd.apply(problems.replicated_problem, x, *parameters, of_layer=True)  # type: ignore[no-any-return]
 
         return forward
 
@@ -207,8 +207,8 @@ class _Rows(_Linear):
 
         def forward(input: Tensor) -> Tensor:
             x, _, _ = to.receive(input, Shard(-1))
-            given = module.weight, {"bias": module.bias}, to.group, to.options
-            y = autograd.apply(problems.all_reduce_problem, x, *given, of_layer=True)
+            parameters = module.weight, {"bias": module.bias}, to.group, to.options
+            y = autograd.apply(problems.all_reduce_problem, x, *parameters, of_layer=True)
             return to.hand_out(y, Replicate(), tuple(y.shape))  # type: ignore[no-any-return]
 
         return forward

@@ -87,8 +87,8 @@ class CompareInputs:
         self.calls += 1
         if self.calls > _FIRST and self.calls % _EVERY:
             return
-        given = {**{f"argument {i}": each for i, each in enumerate(args)}, **kwargs}
-        tensors = {name: each for name, each in given.items() if type(each) in PLAIN and not each.is_meta}
+        arguments = {**{f"argument {i}": each for i, each in enumerate(args)}, **kwargs}
+        tensors = {name: each for name, each in arguments.items() if type(each) in PLAIN and not each.is_meta}
         tokens = {name: each for name, each in tensors.items() if not each.is_floating_point()}
         compared = tokens or dict(list(tensors.items())[:1])
         on_gpu = any(each.is_cuda for each in compared.values())

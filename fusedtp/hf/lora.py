@@ -61,20 +61,20 @@ def _inner(module: nn.Module) -> str:
 @contextmanager
 def taken_off(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
     """Put back the model as it was before peft; yield peft's modules by the names of those that they wrap."""
-    found: dict[str, nn.Module] = {}
+    wrappers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if name and _inner(module) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
+        if name and _inner(module) and not any(name.startswith(f"{outer}.") for outer in wrappers):
+            wrappers[name] = module
     try:
-        for name, module in found.items():
+        for name, module in wrappers.items():
             model.set_submodule(name, module.get_submodule(_inner(module)))
-        yield found
+        yield wrappers
     finally:
-        for name, module in found.items():
+        for name, module in wrappers.items():
             model.set_submodule(name, module)
 
 
-def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
+def check(model: Any, wrappers: Mapping[str, nn.Module], styled: Mapping[str, Sequence[ParallelStyle]]) -> None:
     """Raise NotImplementedError if a plan splits a module that has other adapters than those described above."""
     for adapter, config in (getattr(model, "peft_config", None) or {}).items():
         if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
@@ -84,7 +84,7 @@ def check(model: Any, found: Mapping[str, nn.Module], styled: Mapping[str, Seque
                 "LoRA"
             )
     seen: dict[int, str] = {}
-    for name, module in found.items():
+    for name, module in wrappers.items():
         if not (styles := styled.get(name, ())):
             continue
         kind = type(module)
@@ -214,8 +214,8 @@ class FusedAdapted(Derived):
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Make an adapter as peft's own method does, and split it."""
         layer: Any = self
-        given = inspect.signature(super().update_layer).bind(adapter_name, *args, **kwargs)  # type: ignore[misc]
-        config = given.arguments["config"]
+        bound = inspect.signature(super().update_layer).bind(adapter_name, *args, **kwargs)  # type: ignore[misc]
+        config = bound.arguments["config"]
         how = config.init_lora_weights
         kind = layer.resolve_lora_variant(config=config)
         if kwargs.get("tied_adapter") or kind is not None or how not in (True, False, "gaussian"):

@@ -71,17 +71,17 @@ def _computed(model: nn.Module, path: str, names: Sequence[str]) -> dict[str, Te
     owner: Any = next((each for each in above if hasattr(type(each), "_init_weights")), None)
     # Parameters that have values would be initialised too.
     can = owner is not None and all(each.is_meta for each in module.parameters())
-    given = {name: getattr(module, name) for name in names}
+    tensors = {name: getattr(module, name) for name in names}
     made: list[dict[str, Tensor]] = []
     for value in (0, 1) if can else ():
         try:
             with torch.device("cpu"), torch.no_grad():
-                for name, tensor in given.items():
+                for name, tensor in tensors.items():
                     setattr(module, name, torch.full_like(tensor, value, device="cpu"))
                 owner._init_weights(module)
                 made.append({name: getattr(module, name) for name in names})
         finally:
-            for name, tensor in given.items():
+            for name, tensor in tensors.items():
                 setattr(module, name, tensor)
     for name in names:
         if not made or made[0][name].is_meta or not torch.equal(made[0][name], made[1][name]):

@@ -60,12 +60,12 @@ def from_pretrained(
     two unlike tensors for one tied parameter, are errors on every rank while loading.
     """
     check_mesh(device_mesh)
-    group, said = device_mesh.get_group(), dict[str, str]()
+    group, described = device_mesh.get_group(), dict[str, str]()
     with ExitStack() as files:
-        with on_all_ranks(group, "checkpoint", said, _OP):
+        with on_all_ranks(group, "checkpoint", described, _OP):
             checkpoint = _Checkpoint(Path(path), files)
-            said |= checkpoint.described
-            model = _on_meta(model_class, Path(path), config, dtype or checkpoint.dtype, given=dtype)
+            described |= checkpoint.described
+            model = _on_meta(model_class, Path(path), config, dtype or checkpoint.dtype, asked_dtype=dtype)
             keys = checkpoint.keys_of(model)
         tied = {name: names[0] for names in meta.ties(model) for name in names}
         parallelize(model, device_mesh, src_data_rank=None, **options)
@@ -77,17 +77,19 @@ def from_pretrained(
 
 
 @contextmanager
-def on_all_ranks(group: ProcessGroup, step: str, said: Mapping[str, str], op: str) -> Iterator[None]:
-    """Make an error of one rank in the block an error of all, which would wait for this rank, and compare `said`."""
+def on_all_ranks(group: ProcessGroup, step: str, compared: Mapping[str, str], op: str) -> Iterator[None]:
+    """Make an error of one rank in the block an error of all, which would wait for this rank, and compare values."""
     try:
         yield
     except Exception as error:
         compare_given(group, {step: f"refused, {error}"}, op)
         raise
-    compare_given(group, {step: "done", **said}, op)
+    compare_given(group, {step: "done", **compared}, op)
 
 
-def _on_meta(model_class: Any, folder: Path, config: Any, stored: torch.dtype | None, given: torch.dtype | None) -> Any:
+def _on_meta(
+    model_class: Any, folder: Path, config: Any, stored: torch.dtype | None, asked_dtype: torch.dtype | None
+) -> Any:
     # Make the model without memory, as transformers does before it loads.
     from transformers import AutoConfig, GenerationConfig
 
@@ -100,7 +102,7 @@ def _on_meta(model_class: Any, folder: Path, config: Any, stored: torch.dtype | 
             f"the checkpoint in {folder} is quantized (quantization_config): from_pretrained loads float weights; its "
             "option float8 casts while it multiplies"
         )
-    dtype = given or config.dtype or stored or torch.get_default_dtype()
+    dtype = asked_dtype or config.dtype or stored or torch.get_default_dtype()
     make = model_class.from_config if hasattr(model_class, "from_config") else model_class._from_config
     with torch.device("meta"):
         model = make(config, dtype=dtype)
@@ -140,9 +142,9 @@ class _Checkpoint:
         if not index.exists():
             if (self.folder / _ONE).exists():
                 return {_ONE: None}
-            found = ", ".join(sorted(each.name for each in self.folder.iterdir())[:8]) or "nothing"
+            files = ", ".join(sorted(each.name for each in self.folder.iterdir())[:8]) or "nothing"
             raise FileNotFoundError(
-                f"{self.folder} has neither {_INDEX} nor {_ONE}, it has {found}: save the model there with "
+                f"{self.folder} has neither {_INDEX} nor {_ONE}, it has {files}: save the model there with "
                 "save_pretrained of transformers"
             )
         try:
@@ -194,10 +196,10 @@ class _Checkpoint:
             or (self._stored[key].get_dtype() in _DTYPES) != wanted[name].is_floating_point()
         ]
         faults = {"does not have": missing, "has unknown": unknown, "has others than the model's": others}
-        if told := "; ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names):
+        if problems := "; ".join(f"{fault} {_some(names)}" for fault, names in faults.items() if names):
             raise ValueError(
-                f"the checkpoint in {self.folder} is not one of this {type(model).__name__}: it {told}. Pass the class "
-                "and the configuration with which it was saved"
+                f"the checkpoint in {self.folder} is not one of this {type(model).__name__}: it {problems}. Pass the "
+                "class and the configuration with which it was saved"
             )
         return keys
 

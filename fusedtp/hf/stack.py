@@ -62,8 +62,8 @@ class Decoder:
     def head(self) -> nn.Module | None:
         """Return the module that makes logits of the vocabulary."""
         model: Any = self.model
-        found: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        return found
+        head: nn.Module | None = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        return head
 
     def named(self, name: str) -> str:
         """Return the name in the model of a child of its base."""

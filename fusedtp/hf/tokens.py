@@ -131,8 +131,8 @@ class _DrawnWhole(TorchFunctionMode):
         mesh, placements = split[0].device_mesh, split[0].placements
         # Copy, as a view of a DTensor does not allow changes in place.
         wholes = {id(x): x.redistribute(placements=[Replicate()]).to_local().clone() for x in split}
-        given = {name: wholes.get(id(each), each) for name, each in named.items()}
-        out = func(*(wholes.get(id(each), each) for each in args), **given)
+        whole_kwargs = {name: wholes.get(id(each), each) for name, each in named.items()}
+        out = func(*(wholes.get(id(each), each) for each in args), **whole_kwargs)
 
         def own(y: Tensor) -> Tensor:
             return DTensor.from_local(y, mesh, [Replicate()], run_check=False).redistribute(placements=placements)

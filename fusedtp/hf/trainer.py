@@ -210,7 +210,7 @@ def _of_parameters(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> It
 
 def _gathered(state: dict[str, Any], groups: list[dict[str, Any]], keep: bool) -> dict[str, Any]:
     """Return an optimizer's state with whole tensors, on the CPU; without tensors on a rank that does not keep it."""
-    found: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, Any]] = {}
     for number, parameter, values in _of_parameters(state, groups):
         for name, value in values.items():
             if isinstance(value, DTensor) and value.shape != parameter.shape:
@@ -220,8 +220,8 @@ def _gathered(state: dict[str, Any], groups: list[dict[str, Any]], keep: bool) -
                 )
             whole = _full(value)
             if keep:
-                found.setdefault(number, {})[name] = whole.cpu() if isinstance(whole, Tensor) else whole
-    return {**state, "state": found}
+                by_number.setdefault(number, {})[name] = whole.cpu() if isinstance(whole, Tensor) else whole
+    return {**state, "state": by_number}
 
 
 def _split(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,8 +232,8 @@ def _split(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any
             return value
         return distribute_tensor(value.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
 
-    found = {
+    by_number = {
         number: {name: part(name, value, parameter) for name, value in values.items()}
         for number, parameter, values in _of_parameters(state, groups)
     }
-    return {**state, "state": {**state["state"], **found}}
+    return {**state, "state": {**state["state"], **by_number}}

@@ -120,12 +120,12 @@ def look_up(
     if size:
         padding = embedding.padding_idx
         own = None if padding is None or not begin <= padding < begin + size else padding - begin
-        found = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
+        terms = F.embedding(rows.masked_fill(outside, 0), weight, own).masked_fill(outside.unsqueeze(-1), 0)
     else:
         # The weight takes part in the graph, so this rank joins the collectives of backward.
-        found = weight.new_zeros(*input.shape, embedding.embedding_dim) + weight.sum()
+        terms = weight.new_zeros(*input.shape, embedding.embedding_dim) + weight.sum()
     options: dict[str, Any] = {"group": mesh.get_group(), "schedule": schedule}
     if isinstance(output, Shard):
-        lengths = chunk_sizes(found.shape[output.dim], mesh.size())
-        return collectives.reduce_scatter(found, scatter_dim=output.dim, sizes=lengths, **options), tuple(found.shape)
-    return collectives.all_reduce(found, **options), tuple(found.shape)
+        lengths = chunk_sizes(terms.shape[output.dim], mesh.size())
+        return collectives.reduce_scatter(terms, scatter_dim=output.dim, sizes=lengths, **options), tuple(terms.shape)
+    return collectives.all_reduce(terms, **options), tuple(terms.shape)

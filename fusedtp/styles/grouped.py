@@ -152,17 +152,17 @@ class FusedGroup(ParallelStyle):
         together = _Together()
         for linear in linears:
             self.style.check(linear, device_mesh)
-        # Parameters that several linears share stay one. Ties to other modules are searched before `given` refers to
-        # the parameters: a parameter without other references needs no search.
+        # Parameters that several linears share stay one. Ties to other modules are searched before `parameters` refers
+        # to them: a parameter without other references needs no search.
         ids = Counter(id(each) for linear in linears for each in linear.parameters())
         if not self.keeps_ties:
             for linear in linears:
                 if all(ids[id(each)] == 1 for each in linear.parameters()):
                     warn_of_ties(linear, type(self.style).__name__)
         self.style.keeps_ties = True
-        given = [dict(linear.named_parameters()) for linear in linears]
+        parameters = [dict(linear.named_parameters()) for linear in linears]
         made: dict[tuple[int, bool], nn.Parameter] = {}
-        for name, linear, own in zip(self.names, linears, given, strict=True):
+        for name, linear, own in zip(self.names, linears, parameters, strict=True):
             pieces, num_ranks = self.pieces.get(name, device_mesh.size()), device_mesh.size()
             if pieces < num_ranks:
                 distribute(linear, device_mesh, self.src_data_rank)

@@ -202,8 +202,8 @@ class FusedRowwiseLinear(FusedLinear):
         shape = (*x.shape[:-1], self.out_features)
         made = positive(to.output, x.ndim)
         if isinstance(made, Shard):
-            along = made.dim, to.sizes(shape[made.dim])
-            y = autograd.apply(problems.reduce_scatter_problem, x, *ours, along, of_layer=True)
+            scatter = made.dim, to.sizes(shape[made.dim])
+            y = autograd.apply(problems.reduce_scatter_problem, x, *ours, scatter, of_layer=True)
         else:
             y = autograd.apply(problems.all_reduce_problem, x, *ours, of_layer=True)
         return to.hand_out(y, made, shape)
@@ -338,12 +338,12 @@ class _FusedStyle(ParallelStyle):
 
     def layouts_on(self, device_mesh: DeviceMesh) -> _Layouts:
         """Return the layouts that a linear of this style gets."""
-        given, made, is_local = self.input_layouts, self.output_layouts, self.use_local_output
+        taken, made, is_local = self.input_layouts, self.output_layouts, self.use_local_output
         of_whole = None
         if self.tokens is not None:
-            into, out = (Replicate() if each == TOKENS else each for each in (given, made))
+            into, out = (Replicate() if each == TOKENS else each for each in (taken, made))
             of_whole = _Layouts(device_mesh, into, out, is_local or made == TOKENS, self.options)
-        return _Layouts(device_mesh, given, made, is_local, self.options, self.tokens, of_whole)
+        return _Layouts(device_mesh, taken, made, is_local, self.options, self.tokens, of_whole)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
@@ -434,8 +434,8 @@ def distribute(module: nn.Module, device_mesh: DeviceMesh, src_data_rank: int | 
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = lie.get(name) if lie else Replicate()
         # A weight that is tied to a module with a style may be laid out so already.
-        found = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
-        if placement is not None and found != (device_mesh, (placement,)):
+        placed = isinstance(parameter, DTensor) and (parameter.device_mesh, parameter.placements)
+        if placement is not None and placed != (device_mesh, (placement,)):
             value = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=src_data_rank)
             setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))
     module.register_load_state_dict_pre_hook(own_parts)

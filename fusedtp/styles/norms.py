@@ -61,8 +61,8 @@ class FusedNormParallel(ParallelStyle):
         distribute(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
         cls = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
-        given = {name: getattr(self, name) for name in ("split", "tokens", "use_local_output")}
-        return convert(module, cls, gradients=Sum(device_mesh, self.schedule), **given)
+        attributes = {name: getattr(self, name) for name in ("split", "tokens", "use_local_output")}
+        return convert(module, cls, gradients=Sum(device_mesh, self.schedule), **attributes)
 
     def __repr__(self) -> str:
         tokens = "" if self.split is None else f"sequence_dim={self.split.dim}, "

@@ -63,7 +63,7 @@ def in_backward() -> bool:
 _OF_ROWS = frozenset(("sizes", "M", "N", "K", "columns"))
 
 
-def _said(
+def _values_of(
     task: Task, schedule: str, device: str, call: str, rows: Sequence[tuple[str, int]], backward: bool
 ) -> dict[str, str]:  # fmt: skip
     values = {
@@ -91,11 +91,11 @@ def fingerprint_of(
       alone, and calls of them, share it.
     """
     backward = in_backward()
-    text = partial(_said, task, schedule, device, call, rows, backward)
+    text = partial(_values_of, task, schedule, device, call, rows, backward)
     fixed = None if known is None else known.get(backward)
     if fixed is None:
-        said = text() | {"call": call}
-        fixed = _hash_of({name: value for name, value in said.items() if name not in _OF_ROWS})
+        values = text() | {"call": call}
+        fixed = _hash_of({name: value for name, value in values.items() if name not in _OF_ROWS})
         if known is not None:
             known[backward] = fixed
     # Python hashes numbers alike in every process.
@@ -192,8 +192,8 @@ def everyone(
     """
     begin = time.monotonic()
     while True:
-        said = tuple(heard(places(peer)) for peer in range(world_size))
-        waited, silent = time.monotonic() - begin, [peer for peer in range(world_size) if said[peer] is None]
+        values = tuple(heard(places(peer)) for peer in range(world_size))
+        waited, silent = time.monotonic() - begin, [peer for peer in range(world_size) if values[peer] is None]
         if not silent or waited > (seconds if any(map(entered, silent)) else min(seconds, GRACE_SECONDS)):
-            return said
+            return values
         time.sleep(0.002)

@@ -77,14 +77,14 @@ class Failing:
 
     def _refuse_words(self, words: Any, epoch: int) -> None:
         # Kernels read these words. A kernel that finds GIVEN_UP set does not wait, and passes on NaN.
-        found, left = f"epoch {words[signal.EPOCH.value]}", str(epoch)
+        actual, expected = f"epoch {words[signal.EPOCH.value]}", str(epoch)
         for name in ("ARRIVED", "TICKETS", "GIVEN_UP"):
             if value := words[getattr(signal, name).value]:
-                found, left = f"{value} in the word {name}", "0"
+                actual, expected = f"{value} in the word {name}", "0"
         self._leave(2)
         self.failure = RuntimeError(
-            f"{self._op}: rank {self.rank} finds {found} in its memory, where its last op left {left}: something else "
-            "has written there. Call fusedtp.destroy for this group on every rank before its next op"
+            f"{self._op}: rank {self.rank} finds {actual} in its memory, where its last op left {expected}: something "
+            "else has written there. Call fusedtp.destroy for this group on every rank before its next op"
         )
         raise self.failure
 

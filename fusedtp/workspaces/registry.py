@@ -34,7 +34,7 @@ _unreachable: dict[_Key, str] = {}
 # destroyed group. The references are weak, so that the registry does not keep a group's threads and connections alive.
 _made_for: dict[_Key, ref[dist.ProcessGroup]] = {}
 # The workspaces of groups in use, by a key with a fast lookup.
-_found: dict[tuple[int, torch.device, int], tuple[ref[dist.ProcessGroup], Workspace]] = {}
+_cached: dict[tuple[int, torch.device, int], tuple[ref[dist.ProcessGroup], Workspace]] = {}
 
 
 def _key(group: dist.ProcessGroup, device: torch.device, lane: int) -> _Key:
@@ -49,9 +49,9 @@ def get(group: dist.ProcessGroup, device: torch.device, lane: int = lanes.ORDINA
     Raises `Unreachable` if ranks cannot share memory.
     """
     # No other group has the id of a living one.
-    found = _found.get((id(group), device, lane))
-    if found is not None and found[0]() is group:
-        return found[1]
+    cached = _cached.get((id(group), device, lane))
+    if cached is not None and cached[0]() is group:
+        return cached[1]
     key = _key(group, device, lane)
     made_for = _made_for.get(key)
     if made_for is None or made_for() is not group:
@@ -68,7 +68,7 @@ def get(group: dist.ProcessGroup, device: torch.device, lane: int = lanes.ORDINA
         raise Unreachable(_unreachable[key])
     if key not in _workspaces or not _workspaces[key].made:
         _make(group, key, epoch)
-    _found[id(group), key[1], lane] = made_for, _workspaces[key]
+    _cached[id(group), key[1], lane] = made_for, _workspaces[key]
     return _workspaces[key]
 
 
@@ -178,7 +178,7 @@ def _forget(key: _Key) -> None:
 
 
 def _discard(key: _Key, why: int = 1) -> None:
-    _found.clear()
+    _cached.clear()
     generation.changed()
     if (ws := _workspaces.get(key)) is not None:
         # Close first: if that is interrupted, the registry still has the workspace.
@@ -201,7 +201,7 @@ _of_parent: list[Workspace] = []
 
 def _after_fork() -> None:
     _of_parent.extend(_workspaces.values())
-    for each in (_workspaces, _unreachable, _made_for, _found):
+    for each in (_workspaces, _unreachable, _made_for, _cached):
         each.clear()
     # Cached calls hold the parent's workspaces too.
     generation.changed()

@@ -45,7 +45,7 @@ NOTICE_SECONDS = 10.0
 # Lanes of each group whose workspace this rank has begun to make without knowing the outcome.
 _unfinished: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
 # The store's key of rank 0's last text, by lane.
-_told: WeakKeyDictionary[ProcessGroup, dict[int, str]] = WeakKeyDictionary()
+_text_keys: WeakKeyDictionary[ProcessGroup, dict[int, str]] = WeakKeyDictionary()
 
 
 def _waits() -> Iterator[float]:
@@ -128,17 +128,17 @@ class StoreExchange:
             if text is not None:
                 self._store.set(key, text)
                 # All ranks have made a newer workspace: none reads the older text.
-                told = _told.setdefault(self._group, {})
-                if (older := told.get(self._lane, key)) != key:
+                keys = _text_keys.setdefault(self._group, {})
+                if (older := keys.get(self._lane, key)) != key:
                     self._store.delete_key(older)
-                told[self._lane] = key
+                keys[self._lane] = key
                 return text
             waits = _waits()
             while not self._store.check([key]):
                 if (waited := next(waits)) > timeouts.of(self._group):
                     raise PeerTimeout(self._making, self._rank, 0, round(waited, 3), "its measurements have not come")
-            found: bytes = self._store.get(key)
-            return found.decode()
+            received: bytes = self._store.get(key)
+            return received.decode()
 
     def ended(self) -> None:
         """Record that this rank has its arenas, or knows that no rank gets them."""
@@ -174,9 +174,9 @@ class StoreExchange:
         # Return the peer's row, or its outcome with this rank's rows. None if one of the rows has been replaced.
         waits = _waits()
         while True:
-            found = self._read("row", peer) if what == "row" else self._outcome(peer)
-            if found is not None:
-                return found
+            entry = self._read("row", peer) if what == "row" else self._outcome(peer)
+            if entry is not None:
+                return entry
             if what == "outcome" and self._is_outdated():
                 # A rank that is done wrote its outcome before its row was overwritten.
                 return self._outcome(peer)
@@ -185,8 +185,8 @@ class StoreExchange:
                 self._noticed = True
                 absent = [str(each) for each in range(self._world_size) if self._read("row", each) is None]
                 first = f"its first op{lanes.said(self._lane)}"
-                told = f"fusedtp: rank {self._rank} has waited {waited:.3g} s at {first} for rank {', '.join(absent)}"
-                print(f"{told}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
+                notice = f"fusedtp: rank {self._rank} has waited {waited:.3g} s at {first} for rank {', '.join(absent)}"
+                print(f"{notice}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
             if waited > seconds:
                 come, who = "it has not come" if what == "row" else "it has not made its memory", peer
                 lost = self._read("lost", peer, self._numbers[peer]) if what == "outcome" else None

@@ -25,8 +25,8 @@ _seconds_of: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 
 def of(group: ProcessGroup | None) -> float:
     """Return the timeout of `group`, in seconds; for None, that of groups without one of their own."""
-    given = _given(group)
-    return _DEFAULT_SECONDS if given is None else given
+    seconds = _own_seconds(group)
+    return _DEFAULT_SECONDS if seconds is None else seconds
 
 
 def of_first(group: ProcessGroup) -> float:
@@ -34,11 +34,11 @@ def of_first(group: ProcessGroup) -> float:
 
     It is that of `set_timeout`, or if that was not called, the group's in torch.distributed.
     """
-    given = _given(group)
-    return timeout_seconds(group) if given is None else given
+    seconds = _own_seconds(group)
+    return timeout_seconds(group) if seconds is None else seconds
 
 
-def _given(group: ProcessGroup | None) -> float | None:
+def _own_seconds(group: ProcessGroup | None) -> float | None:
     return _seconds if group is None else _seconds_of.get(group, _seconds)
 
 
@@ -101,7 +101,7 @@ class GroupStore:
                     "unless torchrun or the program has put it elsewhere, and that process is stopped, or cannot be "
                     "reached. Let it go on or start the ranks anew; fusedtp.set_timeout allows more"
                 )
-        found, error = answers[0]
+        answer, error = answers[0]
         if error is not None:
             raise error
-        return found
+        return answer

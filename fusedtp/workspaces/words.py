@@ -28,11 +28,13 @@ def _at(address: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 @lru_cache(maxsize=1 << 14)
 def int32_at(address: int) -> ctypes.c_int32:
+    """Return the int32 at `address`, for plain loads and stores of its `value`."""
     return ctypes.c_int32.from_address(address)
 
 
 @lru_cache(maxsize=1 << 14)
 def int64_at(address: int) -> ctypes.c_int64:
+    """Return the int64 at `address`, for plain loads and stores of its `value`."""
     return ctypes.c_int64.from_address(address)
 
 

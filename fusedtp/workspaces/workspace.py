@@ -223,8 +223,8 @@ class Workspace(Failing):
             if isinstance(error, Unreachable):
                 raise Unreachable(text) from error
             ranks, meant = range(self.world_size), self.meanings.now.values
-            told = tuple(dict(meant) if rank == self.rank else None for rank in ranks)
-            raise RanksDisagree(text, self._op, self.rank, told) from error
+            values = tuple(dict(meant) if rank == self.rank else None for rank in ranks)
+            raise RanksDisagree(text, self._op, self.rank, values) from error
         self._progress = min(self._progress, _NOTHING_SENT)
 
     def tell_peers(self) -> None:
