@@ -94,7 +94,7 @@ def paths(group: ProcessGroup) -> Ways:
     # On one rank backward is F.linear's own.
     has_backward = group.size() > 1
     schedules = ("unfused", "decomposed", "fused") if has_backward else ("auto",)
-    x, weight = torch.randn(8, 64), torch.randn(64, 64, requires_grad=True)
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((8, 64), (64, 64)))
     layer = fusedtp.ColumnParallelLinear(64, 128, **given)
     calls = {
         (name, schedule): partial(getattr(fusedtp, name), x, weight, **given, schedule=schedule)

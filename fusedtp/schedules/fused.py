@@ -199,7 +199,12 @@ class FusedGather:
         # Otherwise the first programs of the kernel in `multiply` push.
 
     def start_beside(self, x: Matrix) -> None:
-        self._produce(x, self._choose(), beside=True)
+        ws, on = self._ws, self._on
+        if ws.reads_peers and on.producer == "auto":
+            on.sent_by = by = "push"
+        else:
+            by = self._choose()
+        self._produce(x, by, beside=True)
 
     def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
         if not self._in_one_kernel:

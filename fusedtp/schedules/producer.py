@@ -145,12 +145,13 @@ def produce(
     - `scatter`: each peer gets its rows of `sizes`.
     - `with_own`: the own half gets rows too.
     - `switch`: as in `push`.
-    - `beside`: a kernel that pushes runs on the side stream, as copies always do, until `settle`.
+    - `beside`: a kernel that pushes runs on the side stream of a GPU, as copies always do, until `settle`.
     - `programs`: as in `fused.Fused`.
     """
+    on_cpu = ws.device.type == "cpu"
+    kernel_config = config if on_cpu else with_pushers(ws, config, programs, producer=producer)
     # Make the table on the main stream, as it is cached.
-    kernel_config, table = with_pushers(ws, config, programs, producer=producer), ws.table(sizes)
-
+    table = ws.table(sizes)
     data, scale = (x.data, x.for_kernels()) if type(x) is Quantized else (x, None)
 
     def issue() -> None:
@@ -163,7 +164,7 @@ def produce(
     if producer == "copy":
         load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, layouts_of(x))
         _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
-    elif beside:
+    elif beside and not on_cpu:
         with travelling(ws):
             issue()
     else:
