@@ -66,8 +66,8 @@ def sharded_matmul(
     a, b = arguments.autocast(a, b)
     arguments.check_tensor("a", a)
     arguments.check_tensor("b", b, a, than="a")
-    asked = Options(schedule, producer=producer, float8=float8)
-    arguments.check_options(asked, a)
+    options = Options(schedule, producer=producer, float8=float8)
+    arguments.check_options(options, a)
     arguments.float8_of(float8, a.dtype, "x")
     parsed = parse(spec)
     if not isinstance(mesh, DeviceMesh):
@@ -80,18 +80,18 @@ def sharded_matmul(
     lengths, splits = arguments.lengths(parsed, a, b, {axis: group.size() for axis, group in groups_of.items()}, sizes)
     arguments.check_reach(schedule, a, list(groups_of.values()), lengths)
     place = {axis: (group.rank(), group.size()) for axis, group in groups_of.items()}
-    given = {name: split for name, split in zip(parsed.dim_names, splits, strict=True) if split}
-    partition = Partition(dict(zip(parsed.dim_names, lengths, strict=True)), place, given)
+    explicit = {name: split for name, split in zip(parsed.dim_names, splits, strict=True) if split}
+    partition = Partition(dict(zip(parsed.dim_names, lengths, strict=True)), place, explicit)
     for name, tensor, sharding in (("a", a, parsed.a), ("b", b, parsed.b)):
         if tuple(tensor.shape) != partition.shape(sharding):
             expected = f"{partition.shape(sharding)} as {sharding}, of {dict(partition.lengths)} in all"
             raise ValueError(f"{name} must have this rank's shape {expected}, got {tuple(tensor.shape)}")
     settings = problems.Settings(
         str(parsed), tuple([group.group_name for group in groups_of.values()]),
-        tuple([rank for rank, _ in place.values()]), asked, w_transposed=False, by_size=True,
+        tuple([rank for rank, _ in place.values()]), options, w_transposed=False, by_size=True,
     )  # fmt: skip
     described = settings, (*lengths, *problems.flat(splits))
-    return autograd.apply(problems.described, a, b, {}, next(iter(groups_of.values()), None), asked, described)  # type: ignore[no-any-return]
+    return autograd.apply(problems.described, a, b, {}, next(iter(groups_of.values()), None), options, described)  # type: ignore[no-any-return]
 
 
 @overload
@@ -180,16 +180,16 @@ def all_gather_linear(
     - RanksDisagree: ranks call different ops, shapes or options.
     - NotImplementedError: a second derivative, or forward-mode differentiation.
     """
-    asked, along = Options(schedule, "auto", producer, float8, order), (gather_dim, sizes)
+    options, dims = Options(schedule, "auto", producer, float8, order), (gather_dim, sizes)
     epilogue = NO_EPILOGUE if activation is None else Epilogue(activation=activation)
     problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
-        return autograd.apply(problem, x, weight, {"bias": bias}, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
+        return autograd.apply(problem, x, weight, {"bias": bias}, group, options, dims, epilogue, out_dtype)  # type: ignore[no-any-return]
     weights, biases = arguments.several(weight, bias)
     if len(weights) == 1:
-        given = {"bias": biases[0]}
-        return (autograd.apply(problem, x, weights[0], given, group, asked, along, epilogue, out_dtype),)
-    return autograd.apply(problem, x, weights, {"bias": biases}, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
+        operands = {"bias": biases[0]}
+        return (autograd.apply(problem, x, weights[0], operands, group, options, dims, epilogue, out_dtype),)
+    return autograd.apply(problem, x, weights, {"bias": biases}, group, options, dims, epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -253,14 +253,14 @@ def linear_reduce_scatter(
 
     x and weight may be `Scaled`. Each rank scales its own terms, which travel in `out_dtype`, bfloat16 by default.
     """
-    asked = Options(schedule, "auto", producer, float8, order)
-    epilogue, given = NO_EPILOGUE, {"bias": bias, "residual": residual}
+    options = Options(schedule, "auto", producer, float8, order)
+    epilogue, operands = NO_EPILOGUE, {"bias": bias, "residual": residual}
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         epilogue = of_norm(norm, norm_weight, norm_bias, norm_eps)
-        given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
+        operands |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
     problem: Any = problems.reduce_scatter_problem
-    along = scatter_dim, sizes
-    return autograd.apply(problem, x, weight, given, group, asked, along, epilogue, out_dtype)  # type: ignore[no-any-return]
+    dims = scatter_dim, sizes
+    return autograd.apply(problem, x, weight, operands, group, options, dims, epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 @overload
@@ -316,13 +316,13 @@ def linear_all_reduce(
       the gradients of a norm's parameters send nothing.
     - `schedule`, `out_dtype`, `float8`: as in `all_gather_linear`. So are the errors.
     """
-    asked = Options(schedule, algorithm, "auto", float8, order)
-    epilogue, given = NO_EPILOGUE, {"bias": bias, "residual": residual}
+    options = Options(schedule, algorithm, "auto", float8, order)
+    epilogue, operands = NO_EPILOGUE, {"bias": bias, "residual": residual}
     if norm_weight is not None or norm_bias is not None or norm != RMS_NORM:
         epilogue = of_norm(norm, norm_weight, norm_bias, norm_eps)
-        given |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
+        operands |= {"norm_weight": norm_weight, "norm_bias": norm_bias}
     problem: Any = problems.all_reduce_problem
-    return autograd.apply(problem, x, weight, given, group, asked, (), epilogue, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight, operands, group, options, (), epilogue, out_dtype)  # type: ignore[no-any-return]
 
 
 def fsdp_linear(
@@ -356,7 +356,7 @@ def fsdp_linear(
     - `schedule`, `producer`, `out_dtype`, `float8`, `order`: as in `all_gather_linear`. So are the errors. With
       `Scaled` operands the weight's rows travel.
     """
-    asked = Options(schedule, "auto", producer, float8, order)
+    options = Options(schedule, "auto", producer, float8, order)
     epilogue = NO_EPILOGUE if activation is None else Epilogue(activation=activation)
     problem: Any = problems.fsdp_problem
-    return autograd.apply(problem, x, weight_shard, {"bias": bias}, group, asked, (sizes,), epilogue, out_dtype)  # type: ignore[no-any-return]
+    return autograd.apply(problem, x, weight_shard, {"bias": bias}, group, options, (sizes,), epilogue, out_dtype)  # type: ignore[no-any-return]

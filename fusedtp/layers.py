@@ -153,13 +153,13 @@ class ShardedLinear(parameters.TrackedModule):
                     parameters.same_as(0, own, self._lies[name].mesh, self.group)
 
     def _linear(
-        self, problem: ProblemFunction, x: Tensor, along: tuple[Any, ...] = (), residual: Tensor | None = None,
+        self, problem: ProblemFunction, x: Tensor, dims: tuple[Any, ...] = (), residual: Tensor | None = None,
         **operands: Any,
     ) -> Any:  # fmt: skip
         weight, operands["bias"] = self.read("weight", "bias")
         if residual is not None:
             operands["residual"] = residual
-        options, epilogue = (self.group, self.options, along), self.epilogue
+        options, epilogue = (self.group, self.options, dims), self.epilogue
         if not self._is_padded and self._matrices == 1:
             return autograd.apply(problem, x, weight, operands, *options, epilogue, of_layer=True)
         size, several = self._sizes[self.group.rank()], self._matrices > 1
@@ -211,10 +211,10 @@ class ShardedLinear(parameters.TrackedModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         name, ranks, rank = state["group"]
         group = groups.resolve(name)
-        if (found := (dist.get_process_group_ranks(group), group.rank())) != (ranks, rank):
+        if (here := (dist.get_process_group_ranks(group), group.rank())) != (ranks, rank):
             raise ValueError(
                 f"this {type(self).__name__} was made by rank {rank} of group {name!r} with ranks {ranks}, and here it "
-                f"meets rank {found[1]} of {found[0]}: save its state_dict() by torch.distributed.checkpoint"
+                f"meets rank {here[1]} of {here[0]}: save its state_dict() by torch.distributed.checkpoint"
             )
         super().__setstate__({**state, "group": group})  # type: ignore[no-untyped-call]
         parameters.watch_all(self)
@@ -272,8 +272,8 @@ class ColumnParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return self._linear(problems.replicated_problem, x)  # type: ignore[no-any-return]
-        along = self.gather_dim, self.sequence_sizes
-        return self._linear(problems.all_gather_problem, x, along)  # type: ignore[no-any-return]
+        dims = self.gather_dim, self.sequence_sizes
+        return self._linear(problems.all_gather_problem, x, dims)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, gather_dim={self.gather_dim}"
@@ -356,8 +356,8 @@ class RowParallelLinear(ShardedLinear):
         of_norm = dict(zip(names, self.read(*names), strict=True)) if names else {}
         if not self.sequence_parallel:
             return self._linear(problems.all_reduce_problem, x, (), residual, **of_norm)  # type: ignore[no-any-return]
-        along = self.scatter_dim, self.sequence_sizes
-        return self._linear(problems.reduce_scatter_problem, x, along, residual, **of_norm)  # type: ignore[no-any-return]
+        dims = self.scatter_dim, self.sequence_sizes
+        return self._linear(problems.reduce_scatter_problem, x, dims, residual, **of_norm)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         text = f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}, scatter_dim={self.scatter_dim}"

@@ -47,19 +47,19 @@ def leaves_in(order: Any) -> int:
     return leaves
 
 
-def leaves_of(asked: Options, world_size: int, dtype: torch.dtype | None = None) -> int:
+def leaves_of(options: Options, world_size: int, dtype: torch.dtype | None = None) -> int:
     """Return `leaves_in` of the order, or raise ValueError if the call cannot keep a tree order."""
-    order, leaves = asked.order, leaves_in(asked.order)
+    order, leaves = options.order, leaves_in(options.order)
     if leaves <= 0:
         return leaves
     if leaves % world_size:
         raise ValueError(
             f"order {order!r} is for numbers of ranks that divide its {leaves} leaves, got {world_size} ranks"
         )
-    if asked.schedule not in ("auto", "fused"):
-        raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {asked.schedule!r}")
-    if asked.float8 is not None:
-        raise ValueError(f"order {order!r} is for operands that are not cast, got float8={asked.float8!r}")
+    if options.schedule not in ("auto", "fused"):
+        raise ValueError(f"order {order!r} is kept by schedule 'fused' alone, got schedule {options.schedule!r}")
+    if options.float8 is not None:
+        raise ValueError(f"order {order!r} is for operands that are not cast, got float8={options.float8!r}")
     if dtype is not None and dtype not in FUSED_DTYPES:
         raise ValueError(f"order {order!r} is for {', '.join(map(str, FUSED_DTYPES))}, got {dtype}")
     return leaves
@@ -72,12 +72,12 @@ def check_even(order: str, sizes: Sequence[int], name: str = "feature_sizes") ->
         raise ValueError(f"order {order!r} needs {name} that are as long on every rank, got {tuple(sizes)}: {remedy}")
 
 
-def of_subtrees(asked: Options, world_size: int, dtype: torch.dtype) -> int:
+def of_subtrees(options: Options, world_size: int, dtype: torch.dtype) -> int:
     """Return `leaves_of` for a collective, in which each rank's tensor is the sum of a subtree."""
-    order, leaves = asked.order, leaves_of(asked, world_size)
+    order, leaves = options.order, leaves_of(options, world_size)
     if leaves > 0 and dtype != torch.float32:
         raise ValueError(f"order {order!r} of a collective is for subtrees, which are torch.float32, got {dtype}")
-    if leaves > 0 and asked.algorithm == "ring":
+    if leaves > 0 and options.algorithm == "ring":
         raise ValueError(f"order {order!r} is not that of algorithm 'ring', which adds up along the ring")
     return leaves
 
@@ -161,7 +161,13 @@ def _each(weight: Any, epilogue: Epilogue, name: str) -> list[tuple[str, Any, li
 
 
 def check_linear(
-    x: Tensor, weight: Weights, epilogue: Epilogue, asked: Options, *, num_out: int | None = None, name: str = "weight"
+    x: Tensor,
+    weight: Weights,
+    epilogue: Epilogue,
+    options: Options,
+    *,
+    num_out: int | None = None,
+    name: str = "weight",
 ) -> None:
     """Check x [..., K], each weight [N, K] (called `name` in errors), its bias [N] or [num_out], and the options."""
     for its, one, added in _each(weight, epilogue, name):
@@ -175,7 +181,7 @@ def check_linear(
             length = one.shape[0] if num_out is None else num_out
             if other.shape != (length,):
                 raise ValueError(f"{added_name} must have shape ({length},), {its}'s rows, got {tuple(other.shape)}")
-        check_options(asked, x)
+        check_options(options, x)
 
 
 def check_matrix(weight: Tensor, name: str = "weight") -> None:
@@ -237,21 +243,21 @@ def check_like_result(epilogue: Epilogue, x: Tensor, shape: Sequence[int]) -> No
             raise ValueError(f"{name} must have the result's shape, {tuple(shape)}, got {tuple(each.shape)}")
 
 
-def check_collective(op: Op, x: Tensor, asked: Options) -> None:
+def check_collective(op: Op, x: Tensor, options: Options) -> None:
     """Check x and the options of a collective without a matmul."""
     check_tensor("x", x)
     if x.ndim < 1:
         raise ValueError("x must have at least 1 dimension, got a scalar")
-    check_options(asked, x)
-    check_algorithm(op, asked, x)
+    check_options(options, x)
+    check_algorithm(op, options, x)
 
 
-def check_options(asked: Options, x: Tensor) -> None:
+def check_options(options: Options, x: Tensor) -> None:
     """Check that the schedule is known and works in x's dtype, and that it can use the producer."""
-    dispatch.check_schedule(asked.schedule)
-    if asked.producer != "auto":
-        check_producer(asked.producer, asked.schedule)
-    if asked.schedule != "auto" and SCHEDULES[asked.schedule].has_kernels:
+    dispatch.check_schedule(options.schedule)
+    if options.producer != "auto":
+        check_producer(options.producer, options.schedule)
+    if options.schedule != "auto" and SCHEDULES[options.schedule].has_kernels:
         dispatch.check_dtype(x.dtype)
 
 
@@ -286,9 +292,9 @@ def check_reach(schedule: str, x: Tensor, groups_used: Sequence[ProcessGroup], l
         )
 
 
-def check_algorithm(op: Op, asked: Options, x: Tensor) -> None:
+def check_algorithm(op: Op, options: Options, x: Tensor) -> None:
     """Check that the op has the algorithm in this schedule."""
-    algorithm, schedule, algorithms = asked.algorithm, asked.schedule, ("auto", *op.algorithms)
+    algorithm, schedule, algorithms = options.algorithm, options.schedule, ("auto", *op.algorithms)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm must be one of {', '.join(algorithms)}, got {algorithm!r}")
     by_auto = "decomposed" if x.device.type == "cpu" else "fused"
@@ -304,16 +310,16 @@ def dim(name: str, value: int, x: Tensor) -> int:
     return value % x.ndim
 
 
-def call_of(along: int | None, x: Tensor) -> str:
+def call_of(dim: int | None, x: Tensor) -> str:
     """Return, as text for `agreement`, the dim of a collective and the lengths of x's other dims.
 
-    The collective's matrix does not show them, and ranks must agree on them. `along` is the dim, None for an
+    The collective's matrix does not show them, and ranks must agree on them. `dim` is None for an
     all-reduce.
     """
     # A traced graph may have symbolic lengths.
     if torch.compiler.is_compiling():
         return ""
-    return "x of " + " x ".join(f"{'any' if at == along else length}" for at, length in enumerate(x.shape))
+    return "x of " + " x ".join(f"{'any' if at == dim else length}" for at, length in enumerate(x.shape))
 
 
 def sequence_dim(name: str, value: int) -> int:
@@ -378,8 +384,8 @@ def lengths(
             raise ValueError(f"{name} must have {len(sharding.dims)} dimensions, {sharding}, got {tuple(tensor.shape)}")
     if sizes is not None and not isinstance(sizes, Mapping):
         raise TypeError(f"sizes must map dims to lengths, got {sizes!r}")
-    given = dict(sizes or {})
-    if unknown := set(given) - set(spec.dim_names):
+    by_name = dict(sizes or {})
+    if unknown := set(by_name) - set(spec.dim_names):
         raise ValueError(f"sizes names {', '.join(sorted(map(str, unknown)))}, which {spec} does not have")
     here: dict[str, tuple[int, int]] = {}  # dim -> (number of parts, length), from the operand with the fewest parts
     for tensor, sharding in ((a, spec.a), (b, spec.b)):
@@ -389,9 +395,9 @@ def lengths(
     whole: list[int] = []
     splits: list[tuple[int, ...]] = []
     for name in spec.dim_names:
-        value = given.get(name)
+        value = by_name.get(name)
         if value is None or not isinstance(value, Iterable):
-            whole.append(here[name][1] if name not in given else check_count(f"sizes[{name!r}]", value))
+            whole.append(here[name][1] if name not in by_name else check_count(f"sizes[{name!r}]", value))
             splits.append(())
             continue
         tensors = [sharding for sharding in (spec.a, spec.b, spec.c) if name in sharding.names]
@@ -441,11 +447,11 @@ def is_plain(x: Any, weight: Any, out_dtype: torch.dtype | None, float8: str | N
 
 
 def check_scaled(
-    x: Any, weight: Any, epilogue: Epilogue, asked: Options, out_dtype: torch.dtype | None
+    x: Any, weight: Any, epilogue: Epilogue, options: Options, out_dtype: torch.dtype | None
 ) -> tuple[torch.dtype, bool]:
     """Check what a call on `Scaled` operands is given. Return the result's dtype, and whether scales are of blocks."""
-    if asked.order not in (RANK_ORDER, ANY_ORDER):
-        raise ValueError(f"order {asked.order!r} is for operands that are not float8, got Scaled ones")
+    if options.order not in (RANK_ORDER, ANY_ORDER):
+        raise ValueError(f"order {options.order!r} is for operands that are not float8, got Scaled ones")
     if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError("float8 operands are not implemented in torch.func's transforms: call it outside")
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
@@ -485,8 +491,8 @@ def _check_added(named: Sequence[tuple[str, Any]], out: torch.dtype) -> None:
             check_kind(name, each)
         if each.dtype != out:
             raise ValueError(f"{name} must be in out_dtype, {out}, got {each.dtype}")
-    given = [each for _, each in named if isinstance(each, Tensor)]
-    if torch.is_grad_enabled() and any([each.requires_grad for each in given]):
+    tensors = [each for _, each in named if isinstance(each, Tensor)]
+    if torch.is_grad_enabled() and any([each.requires_grad for each in tensors]):
         raise ValueError(
             "results of float8 operands have no gradient, but a bias, a residual or a norm's parameter requires one: "
             "call under torch.no_grad, or detach it"

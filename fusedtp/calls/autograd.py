@@ -130,10 +130,10 @@ def _parts(tensors: Mapping[str, Any]) -> dict[str, Tensor] | None:
     return parts
 
 
-def _local(given: Mapping[str, Any]) -> dict[str, Any]:
+def _local(tensors: Mapping[str, Any]) -> dict[str, Any]:
     # Replace parameters by their local tensors, differentiably.
-    made = dict(given)
-    for name, each in given.items():
+    made = dict(tensors)
+    for name, each in tensors.items():
         if name != "x" and OPERANDS.get(name) != RESULT:
             made[name] = local(each, 2 if name[0] == "w" else 1)
     return made
@@ -144,10 +144,10 @@ _is_neg, _is_inference = Tensor.is_neg, Tensor.is_inference
 _LINEAR = frozenset(("x", "w", "bias"))
 
 
-def _refuse_inference(call: Call, given: Mapping[str, Tensor]) -> None:
-    x = given["x"]
+def _refuse_inference(call: Call, tensors: Mapping[str, Tensor]) -> None:
+    x = tensors["x"]
     for name in (*call.weights, "norm_weight"):
-        w = given.get(name)
+        w = tensors.get(name)
         if w is not None and ((w.requires_grad and x.is_inference()) or (x.requires_grad and w.is_inference())):
             which = "first operand" if x.is_inference() else "weight"
             raise ValueError(
@@ -173,8 +173,8 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *dys: Any) -> tuple[Tensor | None, ...]:
         # Outside `_eager_gradients`, which opens a call: hooks of saved tensors may recompute with calls of their own.
         run = _gradients_outside if torch.compiler.is_compiling() else _eager_gradients
-        found = run(ctx, dys, ctx.saved_tensors)
-        return (None, None, *map(found.get, ctx.needs))
+        grads = run(ctx, dys, ctx.saved_tensors)
+        return (None, None, *map(grads.get, ctx.needs))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -213,11 +213,11 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
         made = [gradients(ctx, (row,), tensors, by_operator=by_operator) for row in rows]
         batches = {name: torch.stack([each[name] for each in made]) for name in made[0]}  # type: ignore[misc]
         return {name: add_batch(each, level) for name, each in batches.items()}
-    found = gradients(ctx, dys, tensors, by_operator=by_operator)
+    grads = gradients(ctx, dys, tensors, by_operator=by_operator)
     for name, parameter in dtensors.items():
-        if (each := found.get(name)) is not None:
-            found[name] = as_gradient(each, parameter)
-    return found
+        if (each := grads.get(name)) is not None:
+            grads[name] = as_gradient(each, parameter)
+    return grads
 
 
 # Compiled autograd compiles an eager node's `backward`.
@@ -225,22 +225,22 @@ _gradients_outside = outside_compiler(_eager_gradients)
 
 
 def save(
-    ctx: Any, call: Call, given: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
+    ctx: Any, call: Call, tensors: Mapping[str, Tensor], needs: Sequence[bool], outs: Sequence[Tensor]
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Save and return the tensors that the needed gradients read. `needs`: which of the given need a gradient."""
-    ctx.call, ctx.needs = call, dict(zip(given, needs, strict=True))
+    """Save and return the tensors that the needed gradients read. `needs`: which of `tensors` need a gradient."""
+    ctx.call, ctx.needs = call, dict(zip(tensors, needs, strict=True))
     saved: dict[str, Tensor] = {}
     for name in call.weights:
         if ctx.needs[name]:
-            saved["x"] = given["x"]
+            saved["x"] = tensors["x"]
     for name in call.weights if needs[0] else ():
-        saved[name] = given[name]
+        saved[name] = tensors[name]
     if call.epilogue.activation and True in needs:
         # The last results: the products, or for `OF_RESULT` the results themselves.
         saved.update(zip(call.products, outs[-len(call.products) :], strict=True))
-    if "norm_weight" in given:
+    if "norm_weight" in tensors:
         saved["y"] = outs[0]
-        saved |= {name: each for name, each in given.items() if OPERANDS.get(name) == NORM}
+        saved |= {name: each for name, each in tensors.items() if OPERANDS.get(name) == NORM}
     ctx.saved = tuple(saved)
     # With several results, an unused result has gradient None instead of zeros.
     ctx.set_materialize_grads(call.num_results == 1 and not call.epilogue.norm)
@@ -253,9 +253,9 @@ def gradients(
 ) -> dict[str, Tensor | None]:
     """Return the gradients of the tensors that the call was given, by name; `tensors` are those that were saved."""
     call, needs, kept = ctx.call, ctx.needs, dict(zip(ctx.saved, tensors, strict=True))
-    found: dict[str, Tensor | None] = {}
+    grads: dict[str, Tensor | None] = {}
     if "norm_weight" in needs:
-        dys = _through_norm(ctx, dys, kept, found)
+        dys = _through_norm(ctx, dys, kept, grads)
     zs: list[Any] = list(dys[: call.num_results])
     unused: list[int] = []
     for i, dy in enumerate(zs):
@@ -267,7 +267,7 @@ def gradients(
     for i in unused:
         zs[i] = like.new_zeros(*like.shape[:-1], call.widths[i])
     if needs.get("residual"):
-        found["residual"] = like
+        grads["residual"] = like
     if activation := call.epilogue.activation:
         zs = activations.gradients(activation, zs, [kept[z] for z in call.products])
     wanted = [*map(bool, map(needs.get, ("x", *call.parameters)))]
@@ -280,15 +280,15 @@ def gradients(
             for dy, z in zip(call.dys, zs, strict=True):
                 kept[dy] = z.resolve_neg()
             made = call.run(kept, tuple(wanted))
-        found |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
+        grads |= zip(compress(("x", *call.parameters), wanted), made, strict=True)
     for i in unused:
         # None, like the gradients of a linear that was not called.
-        found[call.parameters[2 * i]] = found[call.parameters[2 * i + 1]] = None
-    return found
+        grads[call.parameters[2 * i]] = grads[call.parameters[2 * i + 1]] = None
+    return grads
 
 
 def _through_norm(
-    ctx: Any, dys: Sequence[Tensor | None], kept: Mapping[str, Tensor], found: dict[str, Tensor | None]
+    ctx: Any, dys: Sequence[Tensor | None], kept: Mapping[str, Tensor], grads: dict[str, Tensor | None]
 ) -> tuple[Tensor | None]:
     # dys: gradients of the normed sum and of the sum. Returns the gradient of the sum.
     (dnormed, dy), settings = dys, ctx.call.settings
@@ -301,16 +301,16 @@ def _through_norm(
         )
         assert through is not None
         dy = through if dy is None else through + dy
-        found |= zip(wanted, [each for each in made if each is not None], strict=True)
+        grads |= zip(wanted, [each for each in made if each is not None], strict=True)
     elif settings.splits_rows:
         # Another rank may have a gradient, so this rank joins the sum with zeros.
-        found |= {name: torch.zeros_like(each) for name, each in wanted.items()}
+        grads |= {name: torch.zeros_like(each) for name, each in wanted.items()}
     if wanted and settings.splits_rows:
         # Every rank norms its own rows, so the gradients are summed over ranks.
-        mine = torch.stack([found[name] for name in wanted])  # type: ignore[misc]
-        sums = operators.summed(mine, settings.group_names[0], settings.asked.schedule)
+        mine = torch.stack([grads[name] for name in wanted])  # type: ignore[misc]
+        sums = operators.summed(mine, settings.group_names[0], settings.options.schedule)
         # A gradient has memory of its own: a DTensor around a view at an offset cannot be copied by copy.deepcopy.
-        found |= zip(wanted, map(torch.clone, sums), strict=True)
+        grads |= zip(wanted, map(torch.clone, sums), strict=True)
     return (dy,)
 
 
@@ -330,17 +330,17 @@ def _of_operator(ctx: Any, *dys: Tensor | None) -> list[Tensor | None]:
 def _forward(
     tensors: Sequence[Tensor], names: str, keeps: bool, settings: int, numbers: Sequence[int], *, fake: bool = False
 ) -> list[Tensor]:
-    given: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
+    operands: dict[str, Any] = dict(zip(names.split(), tensors, strict=True))
     call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if (out := call.settings.out_dtype) is not None:
         for name in ("x", *call.weights):
-            data, scale = given[name], given.pop(f"{name}.scale")
-            given[name] = data.new_empty(data.shape, dtype=out) if fake else Quantized.of(Scaled(data, scale), out)
+            data, scale = operands[name], operands.pop(f"{name}.scale")
+            operands[name] = data.new_empty(data.shape, dtype=out) if fake else Quantized.of(Scaled(data, scale), out)
     elif not fake:
         # In a compiled graph no other code sees these tensors.
         for name in ("x", *call.weights):
-            keep(given[name])
-    return call.run(given, keeps=keeps, fake=fake)
+            keep(operands[name])
+    return call.run(operands, keeps=keeps, fake=fake)
 
 
 @operator("matmul", partial(_forward, fake=True), _of_operator, _setup)
@@ -358,11 +358,11 @@ def _backward(
     tensors: Sequence[Tensor], names: str, needs: Sequence[bool], settings: int, numbers: Sequence[int], *,
     fake: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    given = dict(zip(names.split(), tensors, strict=True))
+    operands = dict(zip(names.split(), tensors, strict=True))
     call = calls_.of(Settings.of(settings), numbers, tensors[0].dtype, tensors[0].device)
     if not fake:
-        check_kept([each for name, each in given.items() if name not in call.dys])
-    return call.run(given, tuple(needs), fake=fake)
+        check_kept([each for name, each in operands.items() if name not in call.dys])
+    return call.run(operands, tuple(needs), fake=fake)
 
 
 def _refuse_second(ctx: Any, *grads: Any) -> Any:
@@ -381,24 +381,24 @@ def matmul_backward(
     return _backward(tensors, names, needs, settings, numbers)
 
 
-def _by_operator(given: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int]) -> Any:
+def _by_operator(tensors: Mapping[str, Tensor], settings: Settings, numbers: Sequence[int]) -> Any:
     """Run a call by its operator. A norm is an op of its own, which a compiler may fuse with others."""
     epilogue = settings.epilogue
     if epilogue.norm is not None:
-        own = {name: each for name, each in given.items() if OPERANDS.get(name) == NORM}
-        summed = {name: each for name, each in given.items() if name not in own}
+        own = {name: each for name, each in tensors.items() if OPERANDS.get(name) == NORM}
+        summed = {name: each for name, each in tensors.items() if name not in own}
         y = _by_operator(summed, settings._replace(epilogue=epilogue._replace(norm=None, eps=0.0)), numbers)
         if settings.splits_rows:
-            group_name, schedule = settings.group_names[0], settings.asked.schedule
+            group_name, schedule = settings.group_names[0], settings.options.schedule
             # Each rank norms its own rows, so backward sums the gradients of the norm's parameters over ranks.
             own = {name: operators.as_it_is(each[None], group_name, schedule)[0] for name, each in own.items()}
         return norms.of(epilogue.norm, y, own["norm_weight"], own.get("norm_bias"), epilogue.eps), y
-    tensors, keeps = [*given.values()], False
+    values, keeps = [*tensors.values()], False
     if epilogue.needs_products:
         # Inside of transforms a tensor does not tell whether it needs a gradient.
         transformed = not torch.compiler.is_compiling() and transforms_active()
-        keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in tensors]))
-    ys = matmul(tensors, " ".join(given), keeps, settings.to_handle(), numbers)
+        keeps = transformed or (torch.is_grad_enabled() and any([each.requires_grad for each in values]))
+    ys = matmul(values, " ".join(tensors), keeps, settings.to_handle(), numbers)
     if epilogue.is_gated:
         return ys[0]
     ys = ys[: len(ys) // 2] if keeps else ys
@@ -420,44 +420,44 @@ def _in_float8(problem: ProblemFunction, dtypes: tuple[torch.dtype, ...], blocks
 
 
 def _scaled(
-    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, asked: Options,
-    along: tuple[Any, ...], epilogue: Epilogue, out_dtype: torch.dtype | None,
+    problem: ProblemFunction, x: Any, w: Any, operands: Mapping[str, Any], group: Group, options: Options,
+    dims: tuple[Any, ...], epilogue: Epilogue, out_dtype: torch.dtype | None,
 ) -> Any:  # fmt: skip
     # A call on `Scaled` operands, without a gradient.
-    given, scaled, dtypes, blocks = _stand_ins(x, w, operands, asked, epilogue, out_dtype)
+    tensors, scaled, dtypes, blocks = _stand_ins(x, w, operands, options, epilogue, out_dtype)
     group = groups.resolve(group)
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-        settings, numbers = calls_.describe(problem, given, group, asked, along, epilogue)
+        settings, numbers = calls_.describe(problem, tensors, group, options, dims, epilogue)
         settings = settings._replace(dtypes=_named(dtypes), blocks=blocks)
-        given |= {name: each.data for name, each in scaled.items()}
-        given |= {f"{name}.scale": each.scale for name, each in scaled.items()}
-        return _by_operator(given, settings, numbers)
-    call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along, epilogue)
+        tensors |= {name: each.data for name, each in scaled.items()}
+        tensors |= {f"{name}.scale": each.scale for name, each in scaled.items()}
+        return _by_operator(tensors, settings, numbers)
+    call = calls_.find(_in_float8(problem, dtypes, blocks), tensors, group, options, dims, epilogue)
     # As in `apply`.
-    given = {name: each.resolve_neg() for name, each in given.items()}
-    given |= {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
+    tensors = {name: each.resolve_neg() for name, each in tensors.items()}
+    tensors |= {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
     with torch.no_grad():
-        return _results(call, call.run(given))
+        return _results(call, call.run(tensors))
 
 
 def _stand_ins(
-    x: Any, w: Any, operands: Mapping[str, Any], asked: Options, epilogue: Epilogue, out_dtype: torch.dtype | None
+    x: Any, w: Any, operands: Mapping[str, Any], options: Options, epilogue: Epilogue, out_dtype: torch.dtype | None
 ) -> tuple[dict[str, Any], dict[str, Scaled], tuple[torch.dtype, ...], bool]:
     # Check `Scaled` operands. Other operands and shapes obey the rules for tensors in the result's dtype: a problem
     # takes stand-ins in that dtype, with the same shape and one element of memory. Returns the call's tensors with
     # stand-ins, the operands, the dtypes of x, weights and result, and whether scales are of blocks.
     ws = w if type(w) is tuple else (w,)
     with_tensors = epilogue.filled(calls_.named(x, w, operands), len(ws))
-    out, blocks = arguments.check_scaled(x, w, with_tensors, asked, out_dtype)
+    out, blocks = arguments.check_scaled(x, w, with_tensors, options, out_dtype)
     stand_ins = tuple([torch.empty(1, dtype=out, device=x.data.device).expand(each.shape) for each in (x, *ws)])
-    given = calls_.named(stand_ins[0], stand_ins[1:] if type(w) is tuple else stand_ins[1], operands)
+    tensors = calls_.named(stand_ins[0], stand_ins[1:] if type(w) is tuple else stand_ins[1], operands)
     scaled = {"x": x} | {f"w{i or ''}": each for i, each in enumerate(ws)}
-    return given, scaled, (x.data.dtype, ws[0].data.dtype, out), blocks
+    return tensors, scaled, (x.data.dtype, ws[0].data.dtype, out), blocks
 
 
 def prepared(
     problem: ProblemFunction, x: Any, ws: tuple[Any, ...], biases: Sequence[Tensor | None], group: ProcessGroup,
-    asked: Options, along: tuple[Any, ...], out_dtype: torch.dtype | None = None,
+    options: Options, dims: tuple[Any, ...], out_dtype: torch.dtype | None = None,
 ) -> tuple[Call, dict[str, Any]]:  # fmt: skip
     """Check a call without sending anything. Return the call and the tensors to run it on, outside of compilers.
 
@@ -466,12 +466,12 @@ def prepared(
     w, bias = (ws, tuple(biases)) if len(ws) > 1 else (ws[0], biases[0])
     operands: dict[str, Any] = {"bias": bias}
     if isinstance(x, Scaled):
-        given, scaled, dtypes, blocks = _stand_ins(x, w, operands, asked, NO_EPILOGUE, out_dtype)
-        call = calls_.find(_in_float8(problem, dtypes, blocks), given, group, asked, along)
-        return call, given | {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
-    given = calls_.named(x, w, operands)
-    if any(type(each) not in PLAIN for each in given.values()):
+        tensors, scaled, dtypes, blocks = _stand_ins(x, w, operands, options, NO_EPILOGUE, out_dtype)
+        call = calls_.find(_in_float8(problem, dtypes, blocks), tensors, group, options, dims)
+        return call, tensors | {name: Quantized.of(each, dtypes[2]) for name, each in scaled.items()}
+    tensors = calls_.named(x, w, operands)
+    if any(type(each) not in PLAIN for each in tensors.values()):
         # A compiler's tensors: their lengths may be symbols, which cannot be looked up.
-        described = calls_.describe(problem, given, group, asked, along, NO_EPILOGUE)
-        return calls_.of(*described, x.dtype, x.device), given
-    return calls_.find(problem, given, group, asked, along), given
+        described = calls_.describe(problem, tensors, group, options, dims, NO_EPILOGUE)
+        return calls_.of(*described, x.dtype, x.device), tensors
+    return calls_.find(problem, tensors, group, options, dims), tensors

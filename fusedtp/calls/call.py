@@ -87,7 +87,7 @@ class Call:
         # True if F.linear computes the call: one rank, one weight, no epilogue, and a matmul that reads only its
         # operands (`reads_beside`).
         alone = all(size == 1 for _, size in places.values())
-        is_plain = epilogue == NO_EPILOGUE and not (settings.dtypes or settings.asked.float8 or settings.leaves > 0)
+        is_plain = epilogue == NO_EPILOGUE and not (settings.dtypes or settings.options.float8 or settings.leaves > 0)
         is_plain = is_plain and settings.w_transposed and not self.widths
         self.is_linear = alone and is_plain and not reads_beside(dtype, device)
         if settings.blocks:
@@ -107,8 +107,8 @@ class Call:
         # The row dim that is split, by its index, and whether x is split along it: otherwise the result alone is.
         split = [i for i, name in enumerate(self._rows) if spec.a.axes(name) or spec.c.axes(name)]
         self._split = (split[0], bool(spec.a.axes(self._rows[split[0]]))) if split else None
-        self._has_limit = settings.asked.schedule == "fused" or (
-            settings.asked.schedule == "auto" and device.type == "cuda"
+        self._has_limit = settings.options.schedule == "fused" or (
+            settings.options.schedule == "auto" and device.type == "cuda"
         )
 
     @property
@@ -164,7 +164,7 @@ class Call:
     def _agreement(self) -> tuple[str, tuple[tuple[str, int], ...]]:
         # For `agreement`, of properties that a task's matrices do not show: a text of the spec and a float8 recipe, and
         # unsplit row dims with their lengths, unless each rank has its own rows, as in a fully sharded layer.
-        spec, recipe, text = self._spec, self.settings.asked.float8, self.settings.spec
+        spec, recipe, text = self._spec, self.settings.options.float8, self.settings.spec
         rows = [name for name in spec.a.names if name != spec.k]
         if recipe:
             text += f", float8={recipe}{' in fnuz' * (self._formats == float8.FNUZ)}"
@@ -215,13 +215,13 @@ class Call:
             outs = [(out, self._dims["y"]) for out in program.matmul(plans.forward, [x], w, epilogue)]
             program.finish([*outs[:-1], (outs[-1][0], self._dims["x"])] if whole else outs)
         else:
-            found = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
+            grads = program.gradients(plans, self._blocks("y", self.dys), x, w, key)
             dims = self._dims["x"], *(self._dims["w"], self._dims["y"][-1:]) * len(self.weights)
-            program.finish([(each, order) for each, order in zip(found, dims, strict=True) if each is not None])
+            program.finish([(each, order) for each, order in zip(grads, dims, strict=True) if each is not None])
         for step in program.steps:
             if step.task is not None:
                 # Before the first task runs: otherwise peers would run the tasks before the refused one.
-                check_units(step.task, self.settings.asked.schedule, self._group(step.axis), self._device)
+                check_units(step.task, self.settings.options.schedule, self._group(step.axis), self._device)
         self._programs[key] = program
         return program
 
@@ -246,10 +246,10 @@ class Call:
         if known is not None and not known.is_stale():
             ready = known.at(task, rows)
         else:
-            asked = self.settings.asked
+            options = self.settings.options
             ready = self._bound[key] = BoundTask(
-                task, asked.schedule, self._group(step.axis), self._device, producer=asked.producer, call=self._text,
-                rows=rows,
+                task, options.schedule, self._group(step.axis), self._device, producer=options.producer,
+                call=self._text, rows=rows,
             )  # fmt: skip
         self._readies[step] = ready
         return ready
@@ -307,21 +307,21 @@ class Call:
                 del tensors[name]
         return [tensors[name] if order is None else tensors[name].permute(order) for name, order in program.results]
 
-    def linear(self, given: dict[str, Tensor]) -> Tensor:
+    def linear(self, tensors: dict[str, Tensor]) -> Tensor:
         """Return y of a call that `is_linear`, with autograd's own gradients.
 
         Gradients of a program take as long as the matmuls of a small layer.
         """
-        key = (False, False, *given)
+        key = (False, False, *tensors)
         # A program has no task if no number of ranks sends anything.
         for step in (self._programs.get(key) or self._written(key)).steps:
             if step.local is None:
                 operands = {
-                    name: given[each] if isinstance(each, str) else each.view(given[each.name])
+                    name: tensors[each] if isinstance(each, str) else each.view(tensors[each.name])
                     for name, each in step.operands.items()
                 }
                 self._ready(step, operands).pass_by()
-        return F.linear(given["x"], given["w"], given.get("bias"))
+        return F.linear(tensors["x"], tensors["w"], tensors.get("bias"))
 
 
 def _read(
@@ -405,7 +405,7 @@ def of(settings: Settings, numbers: Sequence[int], dtype: torch.dtype, device: t
         return Call(settings, numbers, dtype, device)
 
 
-# A function of `problems`: takes (x, weight, group, options, *along, epilogue), checks them, and returns the settings
+# A function of `problems`: takes (x, weight, group, options, *dims, epilogue), checks them, and returns the settings
 # and numbers for `of`.
 ProblemFunction: TypeAlias = Callable[..., Described]
 
@@ -417,23 +417,23 @@ def named(x: Any, w: Any, operands: Mapping[str, Any]) -> dict[str, Any]:
     """
     if type(w) is not tuple:
         return {"x": x, "w": w} | {name: each for name, each in operands.items() if each is not None}
-    given: dict[str, Any] = {"x": x}
+    tensors: dict[str, Any] = {"x": x}
     for i, each in enumerate(w):
-        given[f"w{i or ''}"] = each
+        tensors[f"w{i or ''}"] = each
         for name, several in operands.items():
             if several[i] is not None:
-                given[f"{name}{i or ''}"] = several[i]
-    return given
+                tensors[f"{name}{i or ''}"] = several[i]
+    return tensors
 
 
 def describe(
-    problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options, along: tuple[Any, ...],
+    problem: ProblemFunction, tensors: Mapping[str, Any], group: ProcessGroup, options: Options, dims: tuple[Any, ...],
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Call `problem` with the tensors that `named` has returned. A compiler can trace the code."""
-    ws = tuple([each for name, each in given.items() if name[0] == "w"])
+    ws = tuple([each for name, each in tensors.items() if name[0] == "w"])
     w = ws if len(ws) > 1 else ws[0]
-    return problem(given["x"], w, group, asked, *along, epilogue=epilogue.filled(given, len(ws)))
+    return problem(tensors["x"], w, group, options, *dims, epilogue=epilogue.filled(tensors, len(ws)))
 
 
 _OPTIONS = frozenset((int, bool, str, float, type(None)))
@@ -446,8 +446,8 @@ def _is_hashed_alike(option: Any) -> bool:
 
 
 def find(
-    problem: ProblemFunction, given: Mapping[str, Any], group: ProcessGroup, asked: Options,
-    along: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE,
+    problem: ProblemFunction, tensors: Mapping[str, Any], group: ProcessGroup, options: Options,
+    dims: tuple[Any, ...] = (), epilogue: Epilogue = NO_EPILOGUE,
 ) -> Call:  # fmt: skip
     """Return the call that `problem` checks and describes, of tensors that `named` has returned.
 
@@ -455,46 +455,46 @@ def find(
     (True, 2.0) for (1, 2).
     """
     # One function, because every call runs it.
-    options = (*asked, *along)
+    values = (*options, *dims)
     if epilogue is not NO_EPILOGUE:
         # Activation, norm and eps; the others are of a run.
-        options += epilogue[FIRST_OPTION:-2]
-    kinds = tuple(map(type, options))
-    key: list[Any] | None = [problem, id(group), options, kinds, *given]
-    if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, options)):
+        values += epilogue[FIRST_OPTION:-2]
+    kinds = tuple(map(type, values))
+    key: list[Any] | None = [problem, id(group), values, kinds, *tensors]
+    if not _OPTIONS.issuperset(kinds) and not all(map(_is_hashed_alike, values)):
         key = None
-    for each in given.values():
+    for each in tensors.values():
         if key is None or each.is_nested:
             key = None
             break
         key += each.shape, each.dtype, each.device, each.layout
-    x: Tensor = given["x"]
+    x: Tensor = tensors["x"]
     if key is None:
         refuse_tracing()
-        return of(*describe(problem, given, group, asked, along, epilogue), x.dtype, x.device)
-    found = tuple(key)
+        return of(*describe(problem, tensors, group, options, dims, epilogue), x.dtype, x.device)
+    whole_key = tuple(key)
     if generation.gone:
         generation.changed()
-    call = _calls.get(found)
+    call = _calls.get(whole_key)
     if call is None or call.version != generation.version:
         refuse_tracing()
         # The key of calls that differ in their rows alone. Sizes of features are no rows.
         sizes, shape = None, x.shape
-        if len(along) == 2 and along[0] not in (-1, len(shape) - 1):
-            sizes, key[2] = along[1], (*asked, along[0], *options[len(asked) + 2 :])
+        if len(dims) == 2 and dims[0] not in (-1, len(shape) - 1):
+            sizes, key[2] = dims[1], (*options, dims[0], *values[len(options) + 2 :])
         # Shapes follow the names: that of x is the first.
-        begin = 4 + len(given)
+        begin = 4 + len(tensors)
         key[begin] = len(shape), shape[-1:]
-        residual = given.get("residual")
+        residual = tensors.get("residual")
         if residual is not None:
-            key[begin + 4 * [*given].index("residual")] = residual.shape[-1:]
+            key[begin + 4 * [*tensors].index("residual")] = residual.shape[-1:]
         like = tuple(key)
         first = _first(like)
         if first is not None:
             call = first.at_rows(shape[:-1], sizes, residual)
             if call is not None:
-                return _keep(found, call)
-        call = _keep(found, of(*describe(problem, given, group, asked, along, epilogue), x.dtype, x.device))
+                return _keep(whole_key, call)
+        call = _keep(whole_key, of(*describe(problem, tensors, group, options, dims, epilogue), x.dtype, x.device))
         if call.first.has_rows:
             _as_first(like, call)
     return call

@@ -58,8 +58,8 @@ def operator(name: str, fake: Formula, backward: Formula, setup: Formula) -> Cal
             setup(ctx, first if takes_list else [first], others, output)
 
         def of_operator(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            found = backward(ctx, *(grads[0] if returns_list else grads))
-            return (found if takes_list else found[0], *[None] * num_others)
+            made = backward(ctx, *(grads[0] if returns_list else grads))
+            return (made if takes_list else made[0], *[None] * num_others)
 
         library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag,))
         # `locks.one`, because in a compiled graph no other function of this package is around the operator.

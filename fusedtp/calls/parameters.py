@@ -118,10 +118,10 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
             "it cannot be told which part of the whole it is"
         )
     if dim is not None and is_padded(tuple(sizes)):
-        longest, given = max(sizes), values
-        values = given.new_zeros(parameter.shape)
+        longest, dense = max(sizes), values
+        values = dense.new_zeros(parameter.shape)
         for rank, (first, size) in enumerate(zip(offsets(sizes), sizes, strict=False)):
-            values.narrow(dim, rank * longest, size).copy_(given.narrow(dim, first, size))
+            values.narrow(dim, rank * longest, size).copy_(dense.narrow(dim, first, size))
     # Nothing is sent: every rank keeps its part of its own copy.
     parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
@@ -278,13 +278,13 @@ class TrackedModule(nn.Module):
 
         A call reads each parameter once: a parametrization computes it, and may draw random numbers or count its calls.
         """
-        found = []
+        values = []
         for name in names:
             each, known = getattr(self, name), self._known.get(name)
             if (known is None or getattr(each, "_spec", None) is not known) and name in self._lies:
                 self._known[name] = self._lies[name].check(name, each)
-            found.append(each)
-        return found
+            values.append(each)
+        return values
 
     def computes(self, *names: str) -> bool:
         """Return whether a parameter with one of these names is computed when it is read, or before each call."""
@@ -309,8 +309,8 @@ def _count_changes() -> None:
 
 def holder(tensor: Tensor) -> DTensorRecord | None:
     """Return the record of the DTensor whose local part `tensor` is or is a slice of, or None."""
-    found: dict[int, DTensorRecord] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
-    node: Any = None if found else tensor.grad_fn
+    records: dict[int, DTensorRecord] = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
+    node: Any = None if records else tensor.grad_fn
     # The to_local() of a DTensor that the user made, or up to two views of it.
     for _ in range(3):
         if node is None or len(node.next_functions) != 1:
@@ -318,9 +318,9 @@ def holder(tensor: Tensor) -> DTensorRecord | None:
         name, node = type(node).__name__, node.next_functions[0][0]
         if name == "_ToTorchTensorBackward" and hasattr(node, "variable"):
             watch(node.variable)
-            found = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
-    at = max((each for each in found if each <= tensor.storage_offset()), default=None) if found else None
-    return None if at is None else found[at]
+            records = tensor.untyped_storage().__dict__.get(_HOLDERS, {})
+    at = max((each for each in records if each <= tensor.storage_offset()), default=None) if records else None
+    return None if at is None else records[at]
 
 
 def versions(kept: Sequence[Tensor | None], dtensors: Iterable[Any]) -> list[tuple[int, int, Tensor, int]]:

@@ -41,7 +41,7 @@ class Settings(NamedTuple):
     spec: str
     group_names: tuple[str, ...]
     ranks: tuple[int, ...]
-    asked: Options = Options()
+    options: Options = Options()
     w_transposed: bool = True
     by_size: bool = False
     epilogue: Epilogue = NO_EPILOGUE
@@ -66,7 +66,7 @@ class Settings(NamedTuple):
         comes from a cache only after the compiler has traced the call, and so registered the settings, in this one.
         """
         # The compiler runs `_registered` itself, with constants. It would give it empty named tuples.
-        plain: Any = {"asked": (*self.asked,), "epilogue": (*self.epilogue,)}
+        plain: Any = {"options": (*self.options,), "epilogue": (*self.epilogue,)}
         handle: int = _registered(*self._replace(**plain))
         return handle
 
@@ -91,7 +91,9 @@ def _registered(*fields: Any) -> int:
     settings = Settings(*fields)
     epilogue = Epilogue(*settings.epilogue)
     # Equal settings have one text: eps may be 0 or 0.0.
-    settings = settings._replace(asked=Options(*settings.asked), epilogue=epilogue._replace(eps=float(epilogue.eps)))
+    settings = settings._replace(
+        options=Options(*settings.options), epilogue=epilogue._replace(eps=float(epilogue.eps))
+    )
     # An operator's integer has 64 bits and a sign.
     handle = int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:8], "big") >> 1
     if _known.setdefault(handle, settings) != settings:
@@ -108,7 +110,7 @@ _OWN = "this rank's shard of the features, [.., K_X]; a style cuts a whole x wit
 
 
 def described(
-    a: Tensor, b: Tensor, group: ProcessGroup, asked: Options, settings: Settings, numbers: Sequence[int], *,
+    a: Tensor, b: Tensor, group: ProcessGroup, options: Options, settings: Settings, numbers: Sequence[int], *,
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Return the settings and numbers of a call that the caller has checked."""
@@ -121,7 +123,7 @@ def flat(splits: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def layer(
-    x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, asked: Options,
+    x: Tensor, weight: Weights, spec: str, splits: Mapping[str, tuple[int, ...]], group: ProcessGroup, options: Options,
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Return settings and numbers of a call with a spec over axis X, with the dims of `layer_spec`.
@@ -133,11 +135,11 @@ def layer(
     num_out = sum(widths) if isinstance(weight, tuple) else weight.shape[0]
     local = {f"R{i}": length for i, length in enumerate(x.shape[:-1])} | {"K": x.shape[-1], "N": num_out}
     lengths = [sum(splits[name]) if name in splits else local[name] for name in local]
-    arguments.check_reach(asked.schedule, x, [group], lengths)
-    arguments.float8_of(asked.float8, x.dtype, "x")
-    leaves = arguments.leaves_of(asked, group.size(), x.dtype)
-    options = epilogue.of_operands([None] * len(OPERANDS))
-    settings = Settings(spec, (group.group_name,), (group.rank(),), asked, epilogue=options, leaves=leaves)
+    arguments.check_reach(options.schedule, x, [group], lengths)
+    arguments.float8_of(options.float8, x.dtype, "x")
+    leaves = arguments.leaves_of(options, group.size(), x.dtype)
+    epilogue = epilogue.of_operands([None] * len(OPERANDS))
+    settings = Settings(spec, (group.group_name,), (group.rank(),), options, epilogue=epilogue, leaves=leaves)
     return settings, (*lengths, *flat([splits.get(name, ()) for name in local]), *widths)
 
 
@@ -149,11 +151,11 @@ def layer_spec(x: Tensor, dim: int | None, contraction: str, weight: str, column
     return f"[{', '.join((*before, contraction))}] @ [{weight}] -> [{', '.join((*after, columns))}]"
 
 
-def _check_norm(epilogue: Epilogue, x: Tensor, length: int, *, along: int | None = None) -> None:
-    """Check a norm's parameters. A rank must have all columns of the result; `along` is the scattered dim."""
+def _check_norm(epilogue: Epilogue, x: Tensor, length: int, *, dim: int | None = None) -> None:
+    """Check a norm's parameters. A rank must have all columns of the result; `dim` is the scattered one."""
     if epilogue.norm is None:
         return
-    if along is not None and along == x.ndim - 1:
+    if dim is not None and dim == x.ndim - 1:
         raise ValueError("a norm is of whole rows, of which a rank has a part with scatter_dim the last one")
     for name, each in epilogue.given(NORM).items():
         arguments.check_tensor(name, each, x)
@@ -162,28 +164,28 @@ def _check_norm(epilogue: Epilogue, x: Tensor, length: int, *, along: int | None
 
 
 def all_gather_problem(
-    x: Tensor, weight: Weights, group: ProcessGroup, asked: Options, gather_dim: int, sizes: Sequence[int] | None, *,
+    x: Tensor, weight: Weights, group: ProcessGroup, options: Options, gather_dim: int, sizes: Sequence[int] | None, *,
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `all_gather_linear`."""
-    arguments.check_linear(x, weight, epilogue, asked)
+    arguments.check_linear(x, weight, epilogue, options)
     dim = arguments.dim("gather_dim", gather_dim, x)
     sizes = arguments.gather_sizes(sizes, group, x.shape[dim])
     on_features = dim == x.ndim - 1
-    found = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
-    num_out = arguments.check_features(*found, weight, _OWN if on_features else _ALL)
+    features = ("x has in all", sum(sizes)) if on_features else ("x has", x.shape[-1])
+    num_out = arguments.check_features(*features, weight, _OWN if on_features else _ALL)
     arguments.check_activation(epilogue.activation, weight)
     splits = {"N": (num_out,) * group.size(), "K" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X" if on_features else "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, asked, epilogue)
+    return layer(x, weight, spec, splits, group, options, epilogue)
 
 
 def reduce_scatter_problem(
-    x: Tensor, weight: Tensor, group: ProcessGroup, asked: Options, scatter_dim: int, sizes: Sequence[int] | None, *,
+    x: Tensor, weight: Tensor, group: ProcessGroup, options: Options, scatter_dim: int, sizes: Sequence[int] | None, *,
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `linear_reduce_scatter`."""
-    arguments.check_linear(x, weight, epilogue, asked)
+    arguments.check_linear(x, weight, epilogue, options)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
     dim = arguments.dim("scatter_dim", scatter_dim, x)
     on_features = dim == x.ndim - 1
@@ -193,58 +195,58 @@ def reduce_scatter_problem(
     arguments.check_like_result(epilogue, x, shape)
     splits = {"K": (x.shape[-1],) * group.size(), "N" if on_features else f"R{dim}": sizes}
     spec = layer_spec(x, None if on_features else dim, "K_X", "K_X, N", "N_X" if on_features else "N", x_split=False)
-    _check_norm(epilogue, x, weight.shape[0], along=dim)
-    if epilogue.norm is not None and asked.order not in (RANK_ORDER, ANY_ORDER):
+    _check_norm(epilogue, x, weight.shape[0], dim=dim)
+    if epilogue.norm is not None and options.order not in (RANK_ORDER, ANY_ORDER):
         raise ValueError(
-            f"with order {asked.order!r} the gradient of a norm whose rows ranks share would not be added up in that "
+            f"with order {options.order!r} the gradient of a norm whose rows ranks share would not be added up in that "
             "order: give no norm_weight, and norm the result"
         )
-    return layer(x, weight, spec, splits, group, asked, epilogue)
+    return layer(x, weight, spec, splits, group, options, epilogue)
 
 
 def all_reduce_problem(
-    x: Tensor, weight: Tensor, group: ProcessGroup, asked: Options, *, epilogue: Epilogue
+    x: Tensor, weight: Tensor, group: ProcessGroup, options: Options, *, epilogue: Epilogue
 ) -> Described:
     """Check and describe a call of `linear_all_reduce`."""
-    asked = asked._replace(producer="auto")
-    arguments.check_linear(x, weight, epilogue, asked)
+    options = options._replace(producer="auto")
+    arguments.check_linear(x, weight, epilogue, options)
     arguments.check_features("x has", x.shape[-1], weight, _OWN)
-    arguments.check_algorithm(MATMUL_ALL_REDUCE, asked, x)
+    arguments.check_algorithm(MATMUL_ALL_REDUCE, options, x)
     arguments.check_like_result(epilogue, x, [*x.shape[:-1], weight.shape[0]])
     splits = {"K": (x.shape[-1],) * group.size()}
     spec = layer_spec(x, None, "K_X", "K_X, N", "N", x_split=False)
     _check_norm(epilogue, x, weight.shape[0])
-    return layer(x, weight, spec, splits, group, asked, epilogue)
+    return layer(x, weight, spec, splits, group, options, epilogue)
 
 
 def fsdp_problem(
-    x: Tensor, weight_shard: Tensor, group: ProcessGroup, asked: Options, sizes: Sequence[int] | None, *,
+    x: Tensor, weight_shard: Tensor, group: ProcessGroup, options: Options, sizes: Sequence[int] | None, *,
     epilogue: Epilogue,
 ) -> Described:  # fmt: skip
     """Check and describe a call of `fsdp_linear`."""
     arguments.check_tensor("weight_shard", weight_shard)
     arguments.check_matrix(weight_shard, "weight_shard")
     sizes = arguments.gather_sizes(sizes, group, weight_shard.shape[0])
-    arguments.check_linear(x, weight_shard, epilogue, asked, num_out=sum(sizes), name="weight_shard")
+    arguments.check_linear(x, weight_shard, epilogue, options, num_out=sum(sizes), name="weight_shard")
     arguments.check_features("x has", x.shape[-1], weight_shard, "all features, [.., K]", "weight_shard")
     arguments.check_activation(epilogue.activation, weight_shard)
     splits = {"N": sizes, "R0": (x.shape[0],) * group.size()}
     spec = layer_spec(x, 0, "K", "K, N_X", "N", x_split=True).replace("-> [R0,", "-> [R0_X,")
-    return layer(x, weight_shard, spec, splits, group, asked, epilogue)
+    return layer(x, weight_shard, spec, splits, group, options, epilogue)
 
 
 def replicated_problem(
-    x: Tensor, weight: Weights, group: ProcessGroup, asked: Options, *, epilogue: Epilogue
+    x: Tensor, weight: Weights, group: ProcessGroup, options: Options, *, epilogue: Epilogue
 ) -> Described:
     """Check and describe `F.linear` of an x that is whole on every rank and this rank's columns of a weight.
 
     x [..., K], weight [N_r, K], bias [N_r] -> [..., N_r]. Forward sends nothing. Backward all-reduces dx. Errors are
     those of `all_gather_linear`.
     """
-    asked = asked._replace(producer="auto")
-    arguments.check_linear(x, weight, epilogue, asked)
+    options = options._replace(producer="auto")
+    arguments.check_linear(x, weight, epilogue, options)
     num_out = arguments.check_features("x has", x.shape[-1], weight, _ALL)
     arguments.check_activation(epilogue.activation, weight)
     splits = {"N": (num_out,) * group.size()}
     spec = layer_spec(x, None, "K", "K, N_X", "N_X", x_split=True)
-    return layer(x, weight, spec, splits, group, asked, epilogue)
+    return layer(x, weight, spec, splits, group, options, epilogue)

@@ -266,7 +266,7 @@ class Program:
         self.partition, self.dtype, self._settings = partition, dtype, settings
         # The dtypes of forward's float8 operands, or the recipe that casts operands.
         self._float8 = tuple([getattr(torch, name) for name in settings.dtypes[:2]])
-        self._recipe = casts_of(settings.asked.float8 or "", formats)
+        self._recipe = casts_of(settings.options.float8 or "", formats)
         # The fields of `Task` with these names.
         self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
         self.steps: list[ProgramStep] = []
@@ -340,13 +340,13 @@ class Program:
             most = self._largest(names, axes)
             largest |= {name: (most, i) for i, name in enumerate(names)}
         made: dict[Any, Named] = {}
-        found = []
+        casted = []
         for x, _, its, contracted in uses:
             key = x.name, its, tuple(contracted)
             if key not in made:
                 made[key] = x if its is None else self._casted(x, its, contracted, largest.get(x.name))
-            found.append(made[key])
-        return found
+            casted.append(made[key])
+        return casted
 
     def _casted(self, x: Named, its: Cast, contracted: Sequence[str], largest: tuple[str, int] | None) -> Named:
         # For a single scale, `largest` names the tensor [1, ..] with the magnitude, and the column.
@@ -359,7 +359,7 @@ class Program:
     def _largest(self, names: Sequence[str], axes: Sequence[str]) -> str:
         # The tensor [1, len(names)] of the largest magnitude of each tensor over the ranks of these axes.
         dims, count = (".one", ".each"), len(names)
-        (found,) = self.add(
+        (largest,) = self.add(
             lambda tensors: [torch.stack([largest_finite(tensors[name]) for name in names])[None]], names,
             (dims, (1, count)),
         )  # fmt: skip
@@ -367,10 +367,10 @@ class Program:
             num_ranks = self.partition.place[axis][1]
             if num_ranks > 1:
                 task = Task(ALL_GATHER, {"a": (1, count)}, torch.float32, (1,) * num_ranks)
-                matrix = MatrixView.of(found, dims[:1], dims[1:])
+                matrix = MatrixView.of(largest, dims[:1], dims[1:])
                 (everyone,) = self.task(task, axis, {"a": matrix}, (dims, (num_ranks, count)))
-                found = self._largest_of(everyone, (dims, (1, count)))
-        return found.name
+                largest = self._largest_of(everyone, (dims, (1, count)))
+        return largest.name
 
     def _largest_of(self, everyone: Named, made: OutputShape) -> Named:
         return self.add(lambda tensors: [tensors[everyone.name].amax(0, keepdim=True)], (everyone.name,), made)[0]
@@ -557,7 +557,7 @@ class Program:
         task = Task(
             op, shapes, self.dtype, sizes, fusion.dim,
             transposed=sides.transposed and op is ALL_GATHER_MATMUL,
-            algorithm=settings.asked.algorithm if op is MATMUL_ALL_REDUCE else "auto",
+            algorithm=settings.options.algorithm if op is MATMUL_ALL_REDUCE else "auto",
             float8=float8, in_blocks=settings.blocks, leaves=self.leaves, any_order=self._of_sums(op),
             epilogue=epilogue._replace(activation=None, keeps=False) if apart else epilogue,
         )  # fmt: skip
@@ -577,12 +577,12 @@ class Program:
         each_of, made = [epilogue.of(i) for i in range(len(products))], epilogue.results(products)
 
         def run(tensors: dict[str, Tensor]) -> list[Tensor]:
-            given = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
+            matrices = [(a.view(tensors[a.name]), b.view(tensors[b.name])) for a, b in pairs]
             bound = [each.bind(tensors) for each in each_of]
             if len(bound) == 1:
-                outs = [summed(given, bound[0].addend, self.leaves)]
+                outs = [summed(matrices, bound[0].addend, self.leaves)]
             else:
-                outs = [mm(a, b, each.addend, self.leaves) for (a, b), each in zip(given, bound, strict=True)]
+                outs = [mm(a, b, each.addend, self.leaves) for (a, b), each in zip(matrices, bound, strict=True)]
             return ended(bound, outs)
 
         reads = [each.name for pair in pairs for each in pair] + [name for _, _, name in epilogue.names()]
@@ -599,11 +599,11 @@ class Program:
         dbs = [self._bias_gradient(plans, each) if needed else None for each, needed in pairs]
         wanted = [i for i, needed in enumerate(needs_w) if needed]
         dx: Named | None = None
-        found: Blocks = ()
+        of_w: Blocks = ()
         # No pair if the recipe casts operands of one gradient only: the gathered operand would travel in two dtypes.
         together = not self._recipe or len({bool(self._recipe.get(name)) for name in ("dx", "dw")}) == 1
         if needs_x and wanted and together and (plans.together or plans.side_by_side):
-            dx, *found = self._pair(plans, dy, x, w, wanted)
+            dx, *of_w = self._pair(plans, dy, x, w, wanted)
         else:
             done: tuple[Step, ...] = ()
             if needs_x and wanted and plans.shared:
@@ -615,8 +615,8 @@ class Program:
             if needs_x:
                 dx = self.matmul(plans.dx, dy, w, wanted=x.dims, done=done)[0]
             if wanted:
-                found = self.matmul(plans.dw, [x], [dy[i] for i in wanted], wanted=w[0].dims, done=done)
-        dws = dict(zip(wanted, found, strict=True))
+                of_w = self.matmul(plans.dw, [x], [dy[i] for i in wanted], wanted=w[0].dims, done=done)
+        dws = dict(zip(wanted, of_w, strict=True))
         return [dx, *(each for i, db in enumerate(dbs) for each in (dws.get(i), db))]
 
     def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
@@ -671,5 +671,5 @@ class Program:
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
         if not on_columns:
             return self.task(task, step.axis, operands, dx, *dws, split=split)
-        dw, found = self.task(task, step.axis, operands, *dws, dx, split=split)
-        return found, dw
+        dw, of_x = self.task(task, step.axis, operands, *dws, dx, split=split)
+        return of_x, dw
