@@ -2,8 +2,9 @@
 element.
 
 `Case` is a call of one function with options. `Operands` makes a rank's operands, runs the call, and checks results and
-gradients. Bounds are those of `reference`, carried through f: if z may be off by e, f(z) may be off by L e and f'(z) by
-L2 e. L and L2 are the largest |f'| and |f''|. For |z| <= e the step of relu may be on the other side.
+gradients. Bounds are those of `reference`, carried through the activation f by its own constants (`FUNCTIONS`): if z
+may be off by e, f(z) may be off by the largest |f'| times e, and f'(z) by the largest |f''| times e. For |z| <= e the
+step of relu may be on the other side.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,31 @@ from fusedtp.shards import even_sizes
 from .harness import last_path
 from .soak.layouts import alike, laid_out
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}  # fmt: skip
-# The largest |f'|: 1.13 and 1.09 (gelu, at sqrt(2)), 1.10 (silu). The largest |f''|: 0.80 (gelu, at 0).
-L, L2 = 1.14, 0.9
-# Rounding inside of f, with its subtractions: eight roundings of terms up to 1 + |z|.
-ROUNDINGS = 8
+
+class Function(NamedTuple):
+    """An activation of one product z, and the constants of its error.
+
+    - `slope`, `curvature`: the largest |f'| and |f''|.
+    - `roundings`, `slope_roundings`: rounding inside f and f' besides that of the result, in units of eps (1 + |z|) of
+      the dtype that they are computed in. They are twice the largest error of torch and of the kernels' formulas.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    slope: float
+    curvature: float
+    roundings: float
+    slope_roundings: float
+
+
+# test_oracle.py measures each constant again.
+FUNCTIONS: dict[str, Function] = {
+    "relu": Function(F.relu, 1.0, 0.0, 0.0, 0.0),
+    # |f'| is largest at 2.40, |f''| at 0.
+    "silu": Function(F.silu, 1.1, 0.5, 0.25, 1.2),
+    # |f'| is largest at sqrt(2), |f''| at 0. The kernels' erf is off by 1.5e-7, torch's by more.
+    "gelu": Function(F.gelu, 1.13, 0.8, 4.1, 3.7),
+    "gelu_tanh": Function(partial(F.gelu, approximate="tanh"), 1.13, 0.8, 0.45, 2.9),
+}
 K, EPS = 24, 1e-5
 
 
@@ -51,9 +70,9 @@ def cut(length: int, world_size: int, how: str) -> tuple[int, ...]:
     return (most, *others) if how == "lopsided" else (*others, most)
 
 
-def _function(name: str) -> Callable[[Tensor], Tensor]:
+def _function(name: str) -> Function:
     if name not in FUNCTIONS:
-        raise KeyError(f"{name}: add its formula to FUNCTIONS, and raise L and L2 where |f'| or |f''| is more")
+        raise KeyError(f"{name}: add its formula and its constants to FUNCTIONS")
     return FUNCTIONS[name]
 
 
@@ -73,18 +92,20 @@ class Near:
         off = self.value.abs() * other.off + self.off * other.value.abs() + self.off * other.off
         return self._made(self.value * other.value, off)
 
+    def _inside(self, roundings: float) -> Tensor:
+        return roundings * self._eps_inside * (1 + self.value.abs())
+
     def through(self, name: str) -> Near:
         """Return f(value), rounded."""
-        inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
-        return self._made(_function(name)(self.value), L * self.off + inside)
+        f = _function(name)
+        return self._made(f.of(self.value), f.slope * self.off + self._inside(f.roundings))
 
     def slope(self, name: str) -> Near:
         """Return f'(value)."""
-        z = self.value.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(_function(name)(z).sum(), z)
-        inside = ROUNDINGS * self._eps_inside * (1 + self.value.abs())
-        jump = (self.value.abs() <= self.off).double() if name == "relu" else L2 * self.off
-        return self._made(slope, jump + inside)
+        f, z = _function(name), self.value.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(f.of(z).sum(), z)
+        jump = (self.value.abs() <= self.off).double() if name == "relu" else f.curvature * self.off
+        return self._made(slope, jump + self._inside(f.slope_roundings))
 
     def t(self) -> Near:
         return Near(self.value.t(), self.off.t(), self.dtype)
