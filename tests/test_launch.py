@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from fusedtp.kernels.configs import INTERPRETER, SHAPES, TABLE, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.launch import moving_options, options
+from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.matmul import matmul
+from fusedtp.kernels.signal import FIRST_SLOT
 
 from .compiled.cases import TARGETS, Case
 from .compiled.launched import launched, recorded
@@ -67,3 +71,23 @@ def test_what_has_no_limit_of_registers() -> None:
     amd = [compiled_config("gfx942", shape=shape, **kind) for shape in SHAPES for kind in kinds]
     for config in (INTERPRETER, *amd):
         assert "maxnreg" not in options(config, "pointers", "pointers") | moving_options(config)
+
+
+DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+REGION = st.tuples(st.integers(0, 9), st.integers(0, 70), st.sampled_from(DTYPES), st.integers(1, 5))
+
+
+@hypothesis.settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@hypothesis.given(st.lists(REGION, min_size=2, max_size=5))
+def test_regions_of_a_layout_are_apart(asked: list[tuple[int, int, torch.dtype, int]]) -> None:
+    """Neither bytes nor signals of two regions are the same, and a row begins at a multiple of 16 bytes."""
+    layout, bytes_end, slots_end = Layout(), 0, FIRST_SLOT.value
+    for rows, cols, dtype, slots in asked:
+        region = layout.region(rows, cols, dtype, slots=slots)
+        row_bytes = region.pitch * dtype.itemsize
+        assert region.pitch >= cols
+        assert row_bytes % 16 == 0
+        assert region.row * row_bytes >= bytes_end or not row_bytes
+        assert region.slot >= slots_end
+        bytes_end, slots_end = (region.row + rows) * row_bytes, region.slot + slots
+        assert (layout.half_bytes, layout.slots) >= (bytes_end, slots_end)

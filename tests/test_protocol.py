@@ -145,6 +145,14 @@ def test_waits_accept_what_the_model_does(distance: int, far: int) -> None:
             assert accepted == model.accepted(distance, 0), f"{wait}, epoch {epoch}"
 
 
+def test_a_signal_of_one_step_is_the_peers() -> None:
+    with cases.virtual_ranks(2, 0) as ranks:
+        slot = signal.FIRST_SLOT.value
+        step(ranks[0].channel(), ALL_GATHER.number, "signal", 1, slot)
+        word = signal.SIGNALS.value + slot * 2
+        assert [ws.words[word].item() for ws in ranks] == [0, 1]
+
+
 def test_nobody_is_two_epochs_ahead() -> None:
     """No signal is ever more than one epoch ahead, so waits need not accept LEAD epochs to stay live."""
     for name in cases.OPS if LARGE else MIXED:
