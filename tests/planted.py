@@ -100,6 +100,8 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("transport: another algorithm than asked for", "schedules/transport.py", "    if task.algorithm == ONE_SHOT:\n        return ONE_SHOT", "    if task.algorithm == ONE_SHOT:\n        return TWO_SHOT", "test_any_order.py test_ops.py"),
     ("verbs: a path says another place", "schedules/verbs.py", "where: str = \"after it\"", "where: str = \"by chunk\"", "test_options.py -k test_pinned[unfused-4]"),
     ("generation: prepared calls outlive a change", "workspaces/generation.py", "    version += 1\n", "    version += 0\n", "test_calls.py test_workspace.py"),
+    ("locks: two threads in one group", "locks.py", "if (holder := taken.setdefault(key, mine)) is not mine:", "if (holder := taken.setdefault(key, mine)) is None:", "test_threads.py"),
+    ("decisions: kept without a bound", "workspaces/decisions.py", "if len(made) >= _MAX_DECISIONS:", "if False:", "test_workspace.py"),
     ("registry: memory of the group before", "workspaces/registry.py", "if cached is not None and cached[0]() is group:", "if cached is not None:", "test_workspace.py test_mappings.py"),
     ("rendezvous: an outcome of the making before", "workspaces/rendezvous.py", "return outcome if outcome is not None and outcome[0] == self._numbers else None", "return outcome", "test_growth.py test_mappings.py"),
     ("streams: a lane waits for all but one", "workspaces/stream_steps.py", "        for i in range(1, ws.world_size):\n            self.wait(", "        for i in range(2, ws.world_size):\n            self.wait(", "test_lanes.py test_protocol.py"),
