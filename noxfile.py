@@ -225,7 +225,8 @@ def soak(session: nox.Session) -> None:
         files = (
             "test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py", "test_ops.py",
             "test_determinism.py", "test_layers.py", "test_bench_gate.py", "test_options.py",
-            "test_compile.py", "test_counting.py", "test_ops_local.py", "test_parallel.py", "test_plan_simulated.py",
+            "test_compile.py", "test_compiled_autograd.py", "test_counting.py", "test_ops_local.py", "test_parallel.py",
+            "test_plan_simulated.py",
             "test_bytes.py", "test_float8_compiled.py", "test_float8_layers.py", "test_lora.py", "test_meaning.py",
             "test_notation.py", "test_tree_order.py", "test_tree_decoder.py", "test_any_order.py",
         )  # fmt: skip

@@ -85,7 +85,8 @@ def pool() -> Iterator[RankPool]:
     """Start four ranks for the first test that asks; `world_size=` of a call takes the first few ranks."""
     # DTensor makes thousands of all-gathers before the last test; two workers would not always survive them.
     # What tests import in every rank is imported once, by the process that forks the ranks.
-    env = {"FUSEDTP_PRELOAD": "torch._dynamo transformers.models.llama.modeling_llama"}
+    imported = os.environ.get("FUSEDTP_PRELOAD", "torch._dynamo transformers.models.llama.modeling_llama")
+    env = {"FUSEDTP_PRELOAD": imported}
     with PoisonedPool(4, env=env, timeout=300, gloo_workers=1) as ranks:
         PoisonedPool.shared = ranks
         yield ranks

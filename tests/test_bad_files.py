@@ -6,7 +6,6 @@ Calls on ranks: test_bad_input.py, test_bad_modules.py.
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import socket
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import torch
 import fusedtp
 from fusedtp import NotationError
 from fusedtp.bench import store, sweep, timeline
-from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.choose import tuning
 
@@ -34,24 +32,11 @@ PLANS: list[tuple[str, Any, dict[str, Any], type[Exception], str]] = [
     ("spec is None", None, {}, TypeError, "spec must be a notation string, not NoneType: got None"),
     ("spec is empty", "", {}, NotationError, "expected '['"),
     ("spec is long", "X" * 100_000, {}, NotationError, "a spec has at most 1000 characters, got 100000: 'XXX"),
-    ("six axes", "[M_UVW, K] @ [K, N_XYZ] -> [M, N]", {}, NotationError, "at most 5 mesh axes, got 6 in [M_UVW, K]"),
     ("sizes alone", SPEC, {"mesh": None}, ValueError, "sizes and mesh go together"),
     ("length is NaN", SPEC, {"sizes": {**SIZES, "K": float("nan")}}, TypeError, "sizes['K'] must be an int, got nan"),
-    ("length is a flag", SPEC, {"sizes": {**SIZES, "N": True}}, TypeError, "sizes['N'] must be an int, got True"),
-    ("length is negative", SPEC, {"sizes": {**SIZES, "M": -8}}, ValueError, "sizes['M'] must be 0 or more and below"),
     ("length is huge", SPEC, {"sizes": {**SIZES, "M": 2**64}}, ValueError, f"below 2**63, got {2**64}"),
     ("a length is missing", SPEC, {"sizes": {"M": 8}}, ValueError, "the length of M, K, N, got M=8"),
-    ("sizes are a list", SPEC, {"sizes": [8, 6, 5]}, TypeError, "sizes must map names to numbers, got [8, 6, 5]"),
-    ("mesh is a number", SPEC, {"mesh": 8}, TypeError, "mesh must map names to numbers, got 8"),
-    ("mesh has no rank", SPEC, {"mesh": {"X": 0}}, ValueError, "mesh['X'] must be 1 or more and below 2**63, got 0"),
-    ("mesh has half a rank", SPEC, {"mesh": {"X": 2.5}}, TypeError, "mesh['X'] must be an int, got 2.5"),
-    ("mesh has another axis", SPEC, {"mesh": {"Y": 2}}, ValueError, "mesh has no axis X"),
     ("dtype of integers", SPEC, {"dtype": torch.int8}, ValueError, "dtype must be one of float64, float32, bfloat16"),
-    ("dtype is None", SPEC, {"dtype": None}, ValueError, "got None"),
-    ("a rate of NaN", SPEC, {"flops_per_byte": float("nan")}, ValueError, "flops_per_byte must be above 0 and finite"),
-    ("a rate of text", SPEC, {"flops_per_byte": "1"}, TypeError, "flops_per_byte must be a number, got '1'"),
-    ("negative start_bytes", SPEC, {"start_bytes": -1}, ValueError, "start_bytes must be 0 or more and below"),
-    ("half a start byte", SPEC, {"start_bytes": 1.5}, TypeError, "start_bytes must be an int, got 1.5"),
 ]
 
 
@@ -67,65 +52,21 @@ def test_bad_plan(call: Callable[..., object], spec: Any, given: Any, kind: type
 # A command line and its message.
 OPTIONS: list[tuple[str, str]] = [
     ("sweep --op ,", "--op must be among all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, got ','"),
-    ("sweep --schedule fast", "--schedule must be among unfused, decomposed, fused, auto, got 'fast'"),
-    ("sweep --dtype int8", f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'"),
-    ("sweep --shapes huge", "--shapes must be among small"),
-    ("sweep --direction sideways", "--direction must be among forward"),
-    ("sweep --baseline nccl", "--baseline must be among dtensor"),
-    ("sweep --model llama3-9b", "--model must be among llama3-8b"),
     ("sweep --model llama3-8b --world-size 3", "32 attention heads, which 3 ranks cannot share"),
-    ("sweep --model llama3-8b --shape 4,4,4", "--model gives the sizes"),
-    ("sweep --tokens 512", "--tokens is for the blocks of --model"),
-    ("sweep --model llama3-8b --tokens many", "--tokens must be integers, got 'many'"),
     ("sweep --shape 4,4", "--shape must be M,N,K, got '4,4'"),
     ("sweep --shape=-1,4,4", "--shape must be positive, got '-1,4,4'"),
     ("sweep --shape 4.0,4,4", "--shape must be integers, got '4.0,4,4'"),
-    ("sweep --shape 99999999999,4,4", "--shape must be at most 2147483647, got '99999999999,4,4'"),
-    ("sweep --world-size 0", "--world-size must be positive, got '0'"),
-    ("sweep --world-size two", "--world-size must be integers, got 'two'"),
     ("sweep --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
     ("sweep --seconds nan", "Invalid value for '--seconds'"),
-    ("sweep --rounds 0", "Invalid value for '--rounds'"),
-    ("sweep --nonsense", "No such option: --nonsense"),
     ("sweep --out FILE", "--out must be a folder that can be written, got 'FILE'"),
-    ("mlp --out FILE", "--out must be a folder that can be written, got 'FILE'"),
-    ("train --out FILE", "--out must be a folder that can be written, got 'FILE'"),
-    ("timeline --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("tune --out FILE/t.json", "--out must be a file that can be written, got 'FILE/t.json'"),
-    ("overhead --out FILE/o.csv", "--out must be a file that can be written, got 'FILE/o.csv'"),
-    ("predict all_reduce --picture FILE/p.png", "--picture must be a file that can be written, got 'FILE/p.png'"),
-    ("predict all_reduce --picture FILE.pdf", "--picture must end in .png, got 'FILE.pdf'"),
-    ("report FILE --out .", "leave --out away"),
-    ("mlp --world-size 1", "--world-size: a layer is split over two ranks or more, got 1"),
-    ("mlp --shape 4,4", "--shape: a size is M,D,F, got 4,4"),
-    ("mlp --shape 4,4,4 --shape 4,x4,4", "--shape must be integers, got '4,x4,4'"),
     ("mlp --shape 5,4,4", "--shape: lengths that are split must be multiples of the 2 ranks, got 5,4,4"),
-    ("mlp --seconds nan", "Invalid value for '--seconds'"),
-    ("train --steps 0", "Invalid value for '--steps'"),
-    ("train --fused-steps=-1", "Invalid value for '--fused-steps'"),
-    ("tune --out t.json --seconds nan", "Invalid value for '--seconds'"),
-    ("tune --out t.json --world-size 1000000", "--world-size must be at most 256, got '1000000'"),
-    ("tune --out t.json --dtype int8", f"--dtype must be among {', '.join(EVERY_DTYPE)}, got 'int8'"),
     ("tune --show --out FILE", "FILE is ignored, not a table of fusedtp tune"),
-    ("timeline --world-size 1", "Invalid value for '--world-size'"),
-    ("timeline --rounds 0", "Invalid value for '--rounds'"),
     ("report missing.csv", "there is no file missing.csv"),
     ("report FILE", "FILE is not a CSV file of results"),
-    ("report /dev/zero", "/dev/zero is not a regular file"),
-    ("compare FILE FILE", "FILE is not a CSV file of results"),
-    ("predict matmul", "op must be one of"),
     ("predict all_gather --m 512:1000", "--m 512:1000: 512 doubled again and again is never 1000"),
-    ("predict all_gather --world-size 0", "--world-size must be positive"),
-    ("predict all_gather --hardware abacus", "--hardware must be among here, a100"),
-    ("explain", "give a notation string or a named layer, or --table"),
-    ("explain FSDP --table", "give a notation string or a named layer, or --table"),
-    ("explain FSDP2", "no layer is named 'FSDP2'"),
-    ("explain FSDP --sizes M=8", "sizes and mesh go together: give mesh too, such as X=2"),
     ("explain FSDP --sizes M=8,M=9,K=4,N=4 --mesh X=2", "--sizes must have each name once, got M twice"),
-    ("explain FSDP --sizes M=8=9,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=8=9"),
     ("explain FSDP --sizes M=1_0,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=1_0"),
-    ("explain FSDP --sizes M", "--sizes takes NAME=NUMBER, comma-separated, got 'M'"),
-    ("explain FSDP --sizes M=\u0663,K=4,N=4 --mesh X=2", "--sizes takes NAME=NUMBER, comma-separated, got 'M=\u0663"),
     ("frobnicate", "No such command 'frobnicate'"),
 ]
 
@@ -151,13 +92,8 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
     ("name", "value", "text"),
     [
         ("WORLD_SIZE", "two", "must be an integer from 1 to 2147483647, got 'two'"),
-        ("WORLD_SIZE", "0", "must be an integer from 1 to 2147483647, got '0'"),
-        ("WORLD_SIZE", "2,4", "must be an integer from 1 to 2147483647, got '2,4'"),
-        ("RANK", "", "must be an integer from 0 to 1, got ''"),
         ("RANK", "2", "must be an integer from 0 to 1, got '2'"),
-        ("MASTER_PORT", "65536", "must be an integer from 0 to 65535, got '65536'"),
         ("MASTER_PORT", None, "is not set, while RANK and WORLD_SIZE are"),
-        ("MASTER_ADDR", None, "is not set, while RANK and WORLD_SIZE are"),
     ],
 )
 def test_launched_in_an_odd_environment(
@@ -174,7 +110,7 @@ def test_launched_in_an_odd_environment(
     )
 
 
-@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 4)])
+@pytest.mark.parametrize(("rank", "size"), [(0, 4), (1, 2)])
 def test_launched_without_the_others(rank: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -220,36 +156,17 @@ def table(**cells: str) -> bytes:
 ROWS: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "is not a CSV file of results"),
     ("another table", b"name,price\napple,3\n", "unknown columns name, price"),
-    ("a pickle", pickle.dumps([1]), "is not a CSV file of results"),
     ("not UTF-8", table(cpu="Som\u00e9").decode().encode("latin1"), "is not a CSV file of results"),
-    ("no header", f"{LINE}\n".encode(), "is not a CSV file of results"),
     ("columns in another order", (",".join(reversed(CELLS)) + "\n").encode(), "columns in another order"),
-    ("a column twice", f"{HEAD},M\n{LINE},1\n".encode(), "is not a CSV file of results"),
     ("a cell too many", f"{HEAD}\n{LINE},1\n".encode(), f"column time_utc: {len(CELLS) + 1} cells, not {len(CELLS)}"),
-    ("cells missing", f"{HEAD}\na,b\n".encode(), f"line 2, row 1, column M: 2 cells, not {len(CELLS)}"),
-    ("a quote left open", f'{HEAD}\n"{LINE}\n'.encode(), "is not a CSV file of results"),
     ("a word for a length", table(M="many"), "row 1, column M: 'many' is not a whole number"),
-    ("a negative length", table(M="-1"), "row 1, column M: '-1' is not a whole number"),
-    ("a length in other digits", table(M="\u0663"), "row 1, column M: '\u0663' is not a whole number"),
-    ("a half", table(cores="1.5"), "row 1, column cores: '1.5' is not a whole number"),
     ("a time of NaN", table(median_ms="nan"), "row 1, column median_ms: 'nan' is not a number"),
-    ("a time beyond floats", table(median_ms="1e999"), "row 1, column median_ms: '1e999' is not a number"),
-    ("a flag of another language", table(dirty="true"), "row 1, column dirty: 'true' is not True or False"),
-    ("a time of ages", table(median_ms="1e99"), "row 1, column median_ms: '1e99' is not from"),
-    ("a length of nothing", table(M="0"), "row 1, column M: '0' is not from 1 to"),
-    ("no ranks", table(world_size="0"), "row 1, column world_size: '0' is not from 1 to"),
     ("an unknown op", table(op="matmul"), "row 1, column op: 'matmul' is not one of all_gather_matmul,"),
-    ("an unknown direction", table(direction="up"), "row 1, column direction: 'up' is not one of forward, backward"),
-    ("an unknown dtype", table(dtype="int8"), "row 1, column dtype: 'int8' is not one of float32, bfloat16"),
     ("a time outside its own spread", table(p20_ms="1.6"), "column median_ms: 1.5 is not between p20_ms 1.6 and"),
-    ("a word for a round", table(rounds_ms="fast"), "row 1, column rounds_ms: 'fast' is not numbers"),
-    ("a round of NaN", table(rounds_ms="1 nan", rounds="2"), "row 1, column rounds_ms: '1 nan' is not numbers"),
-    ("a round of ages", table(rounds_ms="1 1e99", rounds="2"), "column rounds_ms: '1 1e99' is not from 1e-09 to"),
     ("a round too many", table(rounds_ms="1 2"), "line 2, row 1, column rounds_ms: 2 times of 1 rounds"),
     ("a median of other rounds", table(median_ms="1.6", p80_ms="1.7"), "median_ms: 1.6, but its rounds give 1.5"),
     ("rounds of what was refused", table(gate="wrong", median_ms=""), "column gate: 'wrong', and yet there is a time"),
     ("a row twice", table() + table().splitlines()[1], "line 3, row 2: the same case and variant as row 1"),
-    ("a zero byte", table(cpu="a\0b"), "row 1, column cpu: 'a\\x00b' is not text without zero"),
     ("more than is read", b" " * (store.MAX_BYTES + 1), f"larger than the {store.MAX_BYTES} bytes that are read"),
 ]
 
@@ -303,17 +220,8 @@ def test_what_is_no_tuning_table_and_no_timeline(content: bytes, tmp_path: Path)
 TIMELINES: list[tuple[str, str, str]] = [
     ('"cat": "travel"', '"cat": "nonsense"', "].cat must be one of call, travel, multiply, wait, add, collective, got"),
     ('"cat": "travel",', "", "].cat is missing"),
-    (
-        '"name": "decomposed"',
-        '"name": "faster"',
-        "traceEvents[0].args.name must be one of decomposed, sequential, unfused",
-    ),
-    ('"tid": 1', '"tid": 2', "].tid must be an integer from 0 to 1, got 2"),
     ('"tid": 1', f'"tid": {"7" * 400}', "].tid must be an integer from 0 to 1, got inf"),
-    ('"dur": ', '"dur": -', "].dur must be a number from 0 to"),
     ('"M": ', '"M": "x", "M": ', "'M' is there twice"),
-    ('"displayTimeUnit": "ms",', "", "displayTimeUnit is missing"),
-    ('"ts": ', '"ts" ', "Expecting ':' delimiter: line "),
 ]
 
 
@@ -327,15 +235,3 @@ def test_timelines_that_mean_nothing(old: str, new: str, text: str, tmp_path: Pa
         timeline.read(path)
     assert text in str(caught.value)
     assert timeline.read(stored).marks
-
-
-def test_cells_are_no_markup_and_no_mathematics(tmp_path: Path, make_row: Callable[..., store.Measurement]) -> None:
-    odd = {"model": "[/] :boom: $\\frac", "layer": "[bold", "driver": "[red]", "cpu": "[x"}
-    path, other = tmp_path / "sweep.csv", tmp_path / "other.csv"
-    whole = {"speedup_vs_unfused": 1.0, "matmul_fraction": 1.0, "median_ms": 2.0}
-    store.write(path, [make_row(variant=name, **odd, **whole) for name in ("unfused", "decomposed", "matmul")])
-    store.write(other, [make_row(variant=name, **odd | {"driver": ""}, **whole) for name in ("unfused", "decomposed")])
-    assert "matmul, [/] :boom: $\\frac\n" in command("report", path)
-    said = command("compare", path, other, "--all")
-    assert "[/] :boom: $\\frac, forward, decomposed\n" in said
-    assert "differs: driver: [red] in A,  in B" in said

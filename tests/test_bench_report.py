@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from html import escape
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 from statistics import geometric_mean
 
-import pandas as pd
 import pytest
-from matplotlib.colors import to_hex
 from rich.console import Console
 
 from fusedtp import cost
 from fusedtp.bench import figures, report, store, tables, theme
 from fusedtp.bench.cases import LAYERS, OPS
 from fusedtp.bench.frames import frame_of, standings
-from fusedtp.bench.intervals import Timing
 from fusedtp.bench.store import Measurement
 from fusedtp.bench.timeline import Mark, Timeline
 from fusedtp.bench.timeline import write as write_timeline
 from fusedtp.cost.hardware import HARDWARE
 
-from .command import command, folded
+from .command import command
 
 MakeRow = Callable[..., Measurement]
 VOID = {"meta", "link", "br", "input"}
@@ -72,8 +65,6 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.classes: list[set[str]] = []
-        self.boxes: list[tuple[str, set[str]]] = []
         self.ids: list[str] = []
         self.attributes: list[tuple[str, str, str]] = []
         self.words: list[str] = []
@@ -86,11 +77,8 @@ class Page(HTMLParser):
         assert len(names) == len(set(names)), (tag, attrs)
         self.attributes += [(tag, name, value or "") for name, value in attrs]
         self.ids += [value or "" for name, value in attrs if name == "id"]
-        if tag in ("table", "svg", "pre", "img"):
-            self.boxes.append((tag, set[str]().union(*self.classes)))
         if tag not in VOID:
             self.open.append(tag)
-            self.classes.append(set((dict(attrs).get("class") or "").split()))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
@@ -100,7 +88,6 @@ class Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         assert self.open, tag
         assert self.open.pop() == tag
-        self.classes.pop()
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
@@ -192,117 +179,6 @@ def test_words_come_from_the_rows(written: Path, rows: list[Measurement]) -> Non
     assert (line["worst at"], line["worst"]) == ("512 x 512 x 512 fp32", pytest.approx(0.8))
 
 
-def test_sections_without_content_are_absent(make_row: MakeRow, rows: list[Measurement], tmp_path: Path) -> None:
-    path = tmp_path / "sweep.csv"
-
-    def written(given: list[Measurement]) -> Page:
-        report.write(given, path)
-        return Page(path.with_suffix(".html").read_text())
-
-    page = written([row for row in rows if row.interpreted])
-    assert page.sections == ["refused", "checked", "rows"]
-    assert "Nothing was timed" in page.text
-    assert not report.folder_of(path).exists()
-    path.with_name("timeline.json").write_text("{}")
-    alone = [make_row(variant="comm", median_ms=1.0)]
-    page = written(alone)
-    assert page.sections == ["times", "rows"]
-    assert "1 results compared with float64, 0 refused" in page.text
-    # The terminal says why there is no timeline.
-    store.write(path, alone)
-    said = folded(command("report", path))
-    assert "no timeline on the page:" in said
-    assert "is not a timeline of fusedtp" in said
-    assert "its pictures" not in said
-
-
-def test_what_may_be_wide_scrolls_in_a_box_of_its_own(written: Path) -> None:
-    text = written.with_suffix(".html").read_text()
-    boxes = Page(text).boxes
-    assert {tag for tag, _ in boxes} == {"table", "svg"}
-    assert all(classes & {"scroll", "picture"} for _, classes in boxes)
-    for name in ("scroll", "picture"):
-        assert re.search(rf"\.{name}\b[^{{}}]*\{{[^}}]*overflow: auto", text)
-    assert "overflow-wrap: anywhere" in text
-
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@pytest.mark.parametrize("width", [400, 1200])
-def test_page_in_a_browser_is_no_wider_than_its_window(written: Path, tmp_path: Path, width: int) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the PATH")
-    report_it = (
-        "const page = this.contentDocument.documentElement, names = this.contentWindow.performance;"
-        "document.title = [page.clientWidth, page.scrollWidth, names.getEntriesByType('resource').length].join(' ')"
-    )
-    page = escape(written.with_suffix(".html").read_text())
-    frame = f'<iframe style="border: 0" width="{width}" height="900" onload="{report_it}" srcdoc="{page}"></iframe>'
-    (tmp_path / "frame.html").write_text(f"<!DOCTYPE html><title></title>{frame}")
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
-    command = [browser, *options, f"--user-data-dir={tmp_path}", "--dump-dom", f"file://{tmp_path}/frame.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    title = re.search("<title>(.*)</title>", done.stdout)
-    assert title is not None, done.stderr
-    inner, content, fetched = map(int, title[1].split())
-    assert 0.9 * width < inner <= width
-    assert content <= inner
-    assert fetched == 0
-
-
-def test_sizes_of_another_dtype_have_a_crossover_of_their_own(make_row: MakeRow) -> None:
-    found = []
-    for dtype, ratio in (("float32", 1.5), ("float16", 0.5)):
-        for tokens in (512, 1024):
-            at = {"M": tokens, "tokens": tokens, "model": "llama3-8b", "layer": "mlp up", "dtype": dtype}
-            found += [make_row(median_ms=1.0, **at), make_row(variant="fused", median_ms=1.0 / ratio, **at)]
-    frame = frame_of(found)
-    lines = tables.standings(frame).cells.to_dict("records")
-    assert {line["dtype"]: line["shorter median"] for line in lines} == {"fp32": "always", "fp16": "never"}
-    # Each needs a cell of its own in the picture.
-    assert frame["where"].nunique() == 4
-
-
-def test_predicted_is_drawn_dashed_and_never_counted(rows: list[Measurement]) -> None:
-    plain = [row for row in rows if not row.model]
-    frames = [frame_of(given) for given in (plain, [row for row in plain if not row.predicted])]
-    for frame, is_drawn in zip(frames, (True, False), strict=True):
-        with theme.style():
-            drawn = theme.svg(figures.time_curves(frame), "x", "x")
-        assert ("predicted" in drawn) is ("stroke-dasharray: 4" in drawn) is is_drawn
-    pd.testing.assert_frame_equal(*(standings(frame, *MATMUL) for frame in frames))
-
-
-def test_table_has_every_row_and_its_numbers(written: Path, rows: list[Measurement]) -> None:
-    text = written.with_suffix(".html").read_text()
-    table = text[text.index('<table id="T_rows">') :]
-    assert table.count("<tr") == 1 + len(rows)
-    assert table.count(">yes</td>") == sum(row.predicted + row.interpreted for row in rows)
-    # predictions have another style
-    (style,) = re.findall(r"((?:#T_rows_row\d+_col\d+,?\s*)+)\{\s*font-style: italic", text)
-    lines = {each.strip().partition("_col")[0] for each in style.split(",")}
-    assert len(lines) == sum(row.predicted for row in rows)
-    assert ">5.12</td>" in table
-    # a column without values is left out
-    assert "busbw" not in table[: table.index("</thead>")]
-
-
-def test_a_disturbed_machine_is_said_beside_every_verdict(make_row: MakeRow, tmp_path: Path) -> None:
-    """In the terminal, on the page, and where two files are compared."""
-    warning = "Careful, the machine did something else too"
-    for spread, told in ((0.01, False), (0.4, True)):
-        timing = asdict(Timing.of([1.0 + spread * at for at in range(5)]))
-        rows = [make_row(variant=name, **timing) for name in ("unfused", "decomposed")]
-        store.write(tmp_path / "sweep.csv", rows)
-        report.write(rows, tmp_path / "sweep.csv")
-        assert (warning in (tmp_path / "sweep.html").read_text()) is told
-        for name in ("report", "compare"):
-            said = command(name, *[tmp_path / "sweep.csv"] * (1 + (name == "compare")))
-            assert (warning in folded(said)) is told
-
-
 def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
     """Names of variants, models and processors may be any text, and must not act as markup or as a column's format."""
     odd = ["<b>bold</b>", "mean", "x\nmean", "{}", "speed-up", "ms"]
@@ -349,59 +225,6 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert "abacus" in command("report", path, "--hardware", "abacus", code=2)
 
 
-def test_picture_has_a_panel_an_op_and_a_model_sorted_by_tokens(make_row: MakeRow, tmp_path: Path) -> None:
-    names = {"matmul": 1.0, "comm": 2.0, "unfused": 6.0, "decomposed": 4.0, "auto": 5.0, "dtensor": 8.0}
-    many = [make_row(variant=name, median_ms=ms, M=2048) for name, ms in names.items()]
-    few = [replace(row, M=256) for row in many[:4]]
-    model = [replace(row, model="llama3-8b", tokens=1024, layer="mlp up") for row in many[:4]]
-    others = [replace(row, op="matmul_all_reduce", direction="both", world_size=4) for row in many]
-    alone = [replace(row, M=77, world_size=1) for row in many]
-    assert report.picture([*many, *few, *model, *others, *alone], tmp_path / "sweep.png")
-    with theme.style():
-        drawn = figures.overview(frame_of([*many, *few, *model, *others, *alone]))
-    found = {}
-    for axes in (each for each in drawn.axes if each.axison):
-        words = [text.get_text() for text in axes.texts]
-        found[axes.get_title(loc="left")] = [each.get_text() for each in axes.get_yticklabels()], words
-    assert found == {
-        "all-gather + matmul": (
-            ["256 x 1024 x 1024 fp32", "2048 x 1024 x 1024 fp32"],
-            ["forward, 2 ranks", "1.50x", "1.50x", "0.75x"],
-        ),
-        "llama3-8b": (["mlp up, 1024 tokens fp32"], ["forward, 2 ranks", "1.50x"]),
-        "matmul + all-reduce": (["2048 x 1024 x 1024 fp32"], ["both, 4 ranks", "1.50x", "0.75x"]),
-    }
-    assert not report.picture(alone, tmp_path / "none.png")
-
-
-def test_a_bar_is_grey_where_its_interval_has_one_in_it(make_row: MakeRow) -> None:
-    """On the map, such a cell is white. The axis of ratios has ticks at powers of two."""
-    around = {"median_ms": 1.0, "p20_ms": 0.9, "p80_ms": 1.1}
-    found = []
-    for at, name in itertools.product(
-        ({"M": 1024}, {"M": 2048}, {"M": 1024, "world_size": 4}), ("decomposed", "fused")
-    ):
-        unfused, factor = make_row(**at, **around), {"decomposed": 0.95, "fused": 0.5}[name]
-        found += [unfused] * (name == "fused")
-        found.append(replace(unfused, variant=name, **{key: factor * ms for key, ms in around.items()}))
-    with theme.style():
-        drawn, cells = figures.overview(frame_of(found)), figures.speedup_map(frame_of(found))
-        drawn.canvas.draw()
-    (axes,) = drawn.axes
-    faces = [to_hex(bar.get_facecolor()) for bar in axes.patches]
-    assert faces == [theme.colour("wait"), theme.colour("fused")] * 3
-    low, high = axes.get_xlim()
-    ticks = [label.get_text() for label in axes.get_xticklabels() if low < label.get_position()[0] < high]
-    assert ticks == ["0.5x", "1x", "2x"]
-    decomposed, fused = cells.axes
-    assert [text.get_text() for text in decomposed.texts] == ["~1.05", "~1.05", "~1.05", "-"]
-    assert decomposed.collections[0].get_array().compressed().tolist() == [0.0] * 3
-    assert fused.collections[0].get_array().compressed().tolist() == pytest.approx([math.log(2)] * 3)
-    # One size alone, or one number of ranks, has no map.
-    assert figures.speedup_map(frame_of([row for row in found if row.M == 1024])) is None
-    assert figures.speedup_map(frame_of([row for row in found if row.world_size == 2])) is None
-
-
 def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     """The largest is not that of a noisy case; the smallest may be, and says so, if no case is slower for sure."""
     found = []
@@ -425,27 +248,6 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     found += [replace(row, variant="auto", path=f"fused: {row.M}") for row in found if row.variant == "decomposed"]
     assert tables.verdict(frame_of(found))[2:4] == ["auto takes fused in 5 of 5 cases:", "- in 1, 512."]
     assert tables.verdict(frame_of(found))[5:] == ["- in 1, 2048.", "- other reasons: 2."]
-
-
-def test_nothing_of_the_picture_is_cut_off(make_row: MakeRow) -> None:
-    """Widths of one and two sizes, with long names of machine and commit."""
-    at = {"cpu": "Some Vendor(R) Processor(R) Platinum 0000C CPU @ 2.00GHz", "cores": 128, "torch": "2.13.0+cpu"}
-    times = {"matmul": 1.0, "unfused": 2.0, "decomposed": 1.5, "fused": 1.2, "dtensor": 3.0}
-    found = [make_row(variant=name, median_ms=ms, commit="0" * 12, dirty=True, **at) for name, ms in times.items()]
-    more = [replace(row, op="matmul_reduce_scatter", M=131072, N=131072, K=131072) for row in found]
-    with theme.style():
-        for rows in (found, found + more):
-            drawn = figures.overview(frame_of(rows))
-            drawn.draw_without_rendering()
-            paper = drawn.bbox
-            titles = [axes._left_title for axes in drawn.axes]
-            names = [label for axes in drawn.axes for label in axes.get_yticklabels()]
-            boxes = [each.get_window_extent() for each in (*titles, *names)]
-            for artist in (*drawn.legends, *drawn.texts, drawn._supxlabel, *titles, *names):
-                box = artist.get_window_extent()
-                assert paper.x0 <= box.x0 <= box.x1 <= paper.x1, artist
-            for one, other in itertools.combinations(boxes, 2):
-                assert not one.overlaps(other)
 
 
 @pytest.mark.parametrize("range_ms", [(1.0, 1.2), (3.2, 9.5), (1.0, 30.0), (1e-6, 1e4), (5.0, 5.0)])

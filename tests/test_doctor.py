@@ -6,11 +6,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-import torch
 
 from fusedtp.bench import doctor
 from fusedtp.choose.tuning import Sample, Table
-from fusedtp.memory import cuda
 
 
 @pytest.fixture
@@ -45,48 +43,6 @@ def test_a_compiler_is_found_as_triton_finds_it(no_compiler: Path, monkeypatch: 
     chosen, missing = doctor.compiler()
     assert chosen == "mycc"
     assert "Python's development files" in missing
-
-
-class FakeDriver:
-    """GPUs 0 and 1 are linked, 2 is behind PCIe, 3 reaches no other GPU."""
-
-    def peers(self, index: int, peer: int) -> tuple[bool, bool]:
-        return 3 not in (index, peer), 2 not in (index, peer) and 3 not in (index, peer)
-
-    def compute_mode(self, index: int) -> str:
-        return ("default", "exclusive process", "prohibited", "default")[index]
-
-
-@pytest.fixture
-def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3", "NVIDIA RTX A1000", "NVIDIA H100 PCIe")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: names[device])
-    monkeypatch.setattr(cuda, "Driver", FakeDriver)
-
-
-def test_modes_links_and_unknown_gpus_are_told(four_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    names, texts = zip(*doctor.mode_lines(), strict=True)
-    assert names == ("gpu 0", "gpu 1", "compute mode", "gpu 2", "compute mode", "gpu 3")
-    assert texts[0] == "NVIDIA H100 80GB HBM3, predicted as NVIDIA H100 SXM"
-    assert texts[2].startswith("exclusive process: one process at a time")
-    assert texts[3] == f"NVIDIA RTX A1000, {doctor.UNKNOWN}"
-    assert texts[4].startswith("prohibited: no process may use it")
-    lines = list(doctor.link_lines())
-    (first, linked), (_, without) = lines[:2]
-    assert (first, linked[-5:]) == ("gpu 0", " of 1")
-    assert " of 2, without native atomics" in without
-    assert next(text for name, text in lines if name == "gpu 3").endswith("no other GPU")
-    assert lines[-1][0] == "topology"
-
-    def silent() -> FakeDriver:
-        raise RuntimeError("the driver's cuInit failed with error 999")
-
-    monkeypatch.setattr(cuda, "Driver", silent)
-    assert "error 999" in next(doctor.link_lines())[1]
-    assert any(name == "compute mode" and "error 999" in text for name, text in doctor.mode_lines())
 
 
 TABLE = Table({}, (Sample("all_gather_matmul", 2, "float32", 512, 512, 512, {"unfused": 2.0, "decomposed": 1.0}),), {})

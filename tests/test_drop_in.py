@@ -603,7 +603,6 @@ def test_another_schema_is_refused(old: str) -> None:
     [
         ("1", "True\n"),
         ("0", "False\n"),
-        ("", "False\n"),
         ("on", "\nValueError: FUSEDTP_DROP_IN must be 1, 0 or empty, got 'on'\n"),
     ],
 )

@@ -1,20 +1,16 @@
-"""Providers: how they are found, which cases they refuse, the shipped ones on stand-ins, and plugins in a sweep."""
+"""Providers: how they are found, which cases they refuse, and plugins in a sweep."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench import providers, theme
@@ -30,70 +26,6 @@ from . import generated
 
 GATHER, SCATTER, ALL_REDUCE = OPS
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
-WORLD_SIZE = 4
-
-
-class NcclGroup:
-    """A stand-in over gloo for a group of NCCL's backend, as `nccl_windows` uses it.
-
-    `events`: set-up and release calls, in order.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self.events: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def _get_backend(self, device: torch.device) -> SimpleNamespace:
-        def register_mem_pool(pool: str, symm: bool = False) -> None:
-            self.events.append(f"registers {pool}, symm {symm}")
-
-        return SimpleNamespace(
-            mem_allocator="ncclMemAlloc", register_mem_pool=register_mem_pool,
-            deregister_mem_pool=lambda pool: self.events.append("given back"),
-        )  # fmt: skip
-
-    @contextlib.contextmanager
-    def use_mem_pool(self, pool: str) -> Iterator[None]:
-        assert pool == "pool of ncclMemAlloc"
-        self.events.append("allocates")
-        yield
-
-    def _allgather_base(self, out: Tensor, x: Tensor) -> Any:
-        return self._group._allgather_base(out, x.contiguous())
-
-    def _reduce_scatter_base(self, out: Tensor, x: Tensor) -> Any:
-        whole = x.clone()
-        work = self._group.allreduce([whole])
-        work.wait()
-        out.copy_(whole.chunk(self.size())[self.rank()])
-        return work
-
-
-def on_stand_in(group: ProcessGroup, op: str) -> tuple[list[Verdict], list[str]]:
-    """Run two problems in a row, as in a sweep, and return the verdicts and set-up events."""
-    nccl, verdicts = NcclGroup(group), []
-    with (
-        torch.no_grad(),
-        mock.patch("torch.cuda.MemPool", lambda allocator: f"pool of {allocator}"),
-        mock.patch("torch.cuda.use_mem_pool", nccl.use_mem_pool),
-    ):
-        for rows in (128 * group.size(), 512 * group.size()):
-            problem = Problem(Case(op, rows, 48, 32, "bfloat16", group.size()), group, torch.device("cpu"))
-            problem.group = nccl  # type: ignore[assignment]
-            verdicts.append(gate(problem, ("nccl_windows",), group)["nccl_windows"])
-            problem.forget_runners()
-    return verdicts, nccl.events
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_nccls_windows_pass_the_gate_on_a_stand_in(pool: RankPool, op: str) -> None:
-    for verdicts, events in pool.run(on_stand_in, op, world_size=WORLD_SIZE):
-        assert [(each.error, each.missing) for each in verdicts] == [("", "")] * 2
-        assert all(0 < each.error_ratio <= 1 for each in verdicts)
-        assert events == ["allocates", "registers pool of ncclMemAlloc, symm True", "given back"] * 2
 
 
 def cannot(group: ProcessGroup) -> Verdict:
