@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from fusedtp.bench import machine, providers, tables
 from fusedtp.bench.cases import (
@@ -30,8 +28,7 @@ from fusedtp.bench.cases import (
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import JOB_SECONDS, Request, missing, plan, seconds_of
-from fusedtp.bench.operands import Operands
-from fusedtp.bench.peers import async_tp, torch_symm_mem
+from fusedtp.bench.peers import async_tp
 from fusedtp.bench.store import Outcome, ratios, rows_of
 from fusedtp.bench.timing import Verdict
 
@@ -87,32 +84,6 @@ def test_float8_runs_where_it_is_asked_for_and_forward_alone(dtype: str) -> None
         with pytest.raises(ValueError, match="fp8 and mxfp8 operands have no gradient: with either"):
             plan(replace(request, directions=directions), 0)
     assert plan(replace(request, directions=("forward",)), 0)
-
-
-@pytest.mark.parametrize(
-    ("op", "name"), [(GATHER, "fused_all_gather_scaled_matmul"), (SCATTER, "fused_scaled_matmul_reduce_scatter")]
-)
-def test_torchs_scaled_ops_are_called_as_they_are_declared(monkeypatch: pytest.MonkeyPatch, op: str, name: str) -> None:
-    importlib.import_module("torch.distributed._symmetric_memory")
-    schema, seen = getattr(torch.ops.symm_mem, name).default._schema, dict[str, Any]()
-    names = [each.name for each in schema.arguments]
-
-    def called(*args: Any, **more: Any) -> Any:
-        seen.update(dict(zip(names, args, strict=False)) | more)
-        return None, [None]
-
-    monkeypatch.setattr(torch.ops.symm_mem, name, called)
-    monkeypatch.setattr(torch_symm_mem, "enable", lambda group: None)
-    operands = Operands(Case(op, 64, 32, 96, FLOAT8, 2), 1, torch.device("cpu"))
-    group = SimpleNamespace(group_name="0")
-    torch_symm_mem.runner(operands, group, "forward")()  # type: ignore[arg-type]
-    assert set(seen) <= set(names)
-    assert {each.name for each in schema.arguments if not each.has_default_value()} <= set(seen)
-    gathers = op == GATHER
-    b, scale = (seen["Bs"][0], seen["B_scales"][0]) if gathers else (seen["B"], seen["B_scale"])
-    # One scale for each row of a and for each column of b.
-    assert tuple(seen["A_scale"].shape) == ((32, 1) if gathers else (64, 1))
-    assert (tuple(b.shape), tuple(scale.shape)) == (((96, 16), (1, 16)) if gathers else ((48, 32), (1, 32)))
 
 
 def test_what_cannot_run_is_said_once_an_op_world_size_and_direction() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
+import fusedtp
 from fusedtp.bench import providers, theme
 from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, MXFP8, OPS, OWN, Case
 from fusedtp.bench.operands import Operands, Runner
@@ -26,6 +27,22 @@ from . import generated
 
 GATHER, SCATTER, ALL_REDUCE = OPS
 ADDING = Path(__file__).parent.parent / "docs" / "adding.md"
+
+
+def by_drop_in(group: ProcessGroup) -> list[tuple[str, str]]:
+    """Run torch's fused ops, which `drop_in` gives a CPU, through the gate."""
+    wrong = []
+    with torch.no_grad(), fusedtp.drop_in():
+        for op, dtype in itertools.product((GATHER, SCATTER), ("bfloat16", FLOAT8)):
+            problem = Problem(case(op, 64, 32, 96, dtype), group, torch.device("cpu"))
+            verdict = gate(problem, ("torch_symm_mem",), group)["torch_symm_mem"]
+            if verdict.error or verdict.missing:
+                wrong.append((f"{op} {dtype}", verdict.error + verdict.missing))
+    return wrong
+
+
+def test_torchs_fused_ops_pass_the_gate(pool: RankPool) -> None:
+    assert pool.run(by_drop_in, world_size=2) == [[], []]
 
 
 def cannot(group: ProcessGroup) -> Verdict:
