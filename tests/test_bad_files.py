@@ -18,7 +18,7 @@ import torch
 
 import fusedtp
 from fusedtp import NotationError
-from fusedtp.bench import store, sweep, timeline
+from fusedtp.bench import arguments, store, sweep, timeline
 from fusedtp.bench.ranks import RankPool
 from fusedtp.choose import tuning
 
@@ -83,6 +83,10 @@ def test_bad_option(line: str, text: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert "".join(text.split()) in folded(said).replace(" ", "")
     # A sweep makes its folder first, and leaves the folder empty.
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["FILE"]
+
+
+def test_a_range_of_sizes_doubles_up_to_its_last() -> None:
+    assert arguments.numbers("512:2048,3", "--m") == (512, 1024, 2048, 3)
 
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

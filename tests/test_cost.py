@@ -434,3 +434,11 @@ def test_command_refuses(arguments: tuple[str, ...], said: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.replace("│", " ").split())
+
+
+def test_two_ranks_of_a_mesh_have_one_link() -> None:
+    """Each pair of these GPUs has a link of its own: a rank sends over as many as it has peers."""
+    machine = HARDWARE["mi300x"]
+    assert machine.peer_gbps is not None
+    assert machine.link(2) == 1e3 * machine.peer_gbps
+    assert machine.link(8) == 1e3 * min(machine.link_gbps, 7 * machine.peer_gbps)
