@@ -19,6 +19,7 @@ from fusedtp.kernels.signal import FIRST_SLOT
 
 from .compiled.cases import TARGETS, Case
 from .compiled.launched import launched, recorded
+from .test_ops import bounded
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -77,7 +78,7 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 REGION = st.tuples(st.integers(0, 9), st.integers(0, 70), st.sampled_from(DTYPES), st.integers(1, 5))
 
 
-@hypothesis.settings(max_examples=200, derandomize=True, deadline=None, database=None)
+@bounded(200)
 @hypothesis.given(st.lists(REGION, min_size=2, max_size=5))
 def test_regions_of_a_layout_are_apart(asked: list[tuple[int, int, torch.dtype, int]]) -> None:
     """Neither bytes nor signals of two regions are the same, and a row begins at a multiple of 16 bytes."""

@@ -84,6 +84,7 @@ REASONS = [
     ("tree", case(), "forward", 0, "interpreted on a CPU"),
     ("tree", case(n=3), "forward", 8, "1, 2, 4 or 8 ranks"),
     ("tree", case(N=67, K=97), "forward", 8, "as long"),
+    ("tree", case(K=97), "forward", 8, ""),
     ("tree", case(dtype=FLOAT8), "forward", 8, "no float8"),
     ("switch", case(ALL_REDUCE), "both", 8, ""),
     ("switch", case(), "forward", 8, "all-reduces alone"),
