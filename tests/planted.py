@@ -96,6 +96,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("epilogue: a bias is added twice", "epilogue.py", "if self.bias is not None and addend is None:", "if self.bias is not None:", "test_options.py -k right[decomposed-1]"),
     ("forms: memory is left before its gather", "schedules/forms.py", "last=not self._gathers, out", "last=True, out", "test_ops_local.py test_ops.py"),
     ("fused: rows at the top of the region", "schedules/fused.py", "(self._begin if dim == 0 else on.rank * other)", "(0 if dim == 0 else on.rank * other)", "test_options.py -k test_pinned[fused-2]"),
+    ("fused: columns at the top of the region", "schedules/fused.py", "else on.rank * other)", "else other)", "test_producers.py -k each_producer"),
     ("producer: the own rows are sent to all", "schedules/producer.py", "first, count = (begins[dst], sizes[dst]) if scatter else (0, rows)", "first, count = (begins[ws.rank], sizes[dst]) if scatter else (0, rows)", "test_producers.py test_ops.py"),
     ("transport: another algorithm than asked for", "schedules/transport.py", "    if task.algorithm == ONE_SHOT:\n        return ONE_SHOT", "    if task.algorithm == ONE_SHOT:\n        return TWO_SHOT", "test_any_order.py test_ops.py"),
     ("verbs: a path says another place", "schedules/verbs.py", "where: str = \"after it\"", "where: str = \"by chunk\"", "test_options.py -k test_pinned[unfused-4]"),

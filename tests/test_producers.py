@@ -54,6 +54,14 @@ def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
         )
         rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
         reference.check(mine.grad, dx[rows], bound[rows], f"dx, rank {rank}")
+    # Columns, which are the contraction: y = x.T @ dy, with x.T gathered.
+    mesh, n = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",)), grad.shape[1]
+    mine = reference.chunk(x, 0, rank, sizes).t().contiguous()
+    spec, widths = "[M, K_X] @ [K, N_X] -> [M, N_X]", {"K": sizes, "N": n}
+    dy = grad[:, 6 * rank : 6 * (rank + 1)].contiguous()
+    y = fusedtp.sharded_matmul(mine, dy, spec, mesh, sizes=widths, schedule="fused", producer=producer)
+    seen.append(fusedtp.last_path().producer)
+    reference.check(y, reference.matmul(x.t(), dy), reference.bound(x.t(), dy, x.dtype), f"by columns, rank {rank}")
     return seen
 
 
