@@ -1,4 +1,4 @@
-"""Cases of the sweep: ops, directions, variants and sizes, with the FLOPs and bytes of each.
+"""Cases: ops, layers, blocks and collectives; directions, variants and sizes, with the FLOPs and bytes of each.
 
 Sizes are global, y[M, N] = x[M, K] @ w[N, K].T over W ranks:
 
@@ -20,12 +20,26 @@ With T tokens (batch x sequence) split between the ranks outside attention and M
     mlp down       matmul + reduce-scatter  M = T, N = hidden,                             K = intermediate
 
 Gate and up are one matmul, as `ParallelMLP` and every serving stack do it; so are query, key and value.
+
+Other cases consist of such matmuls, or of a collective alone (`matmuls`). M is always the number of rows or tokens:
+
+    mlp              N = hidden features, K = features                  up, GELU, down
+    grouped          N = all output features, `widths` of each, K = features     several weights, one gathered input
+    decode           N = output features, K = input features            matmul + all-reduce, residual, RMSNorm
+    block            N = intermediate, K = hidden, `sizes`              norm, attention, norm, MLP, with residuals
+    all_gather, reduce_scatter, all_reduce    N = K = columns           a collective of [M, N]
+    kernel, check    one rank's sizes; `layer` names the kernel, or the check, of the ten-minute command (`gpu`)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from fusedtp.files import read_text
 from fusedtp.op import (
     ALL_GATHER,
     ALL_GATHER_MATMUL,
@@ -41,17 +55,21 @@ from fusedtp.schedules import NAMES
 from fusedtp.sharding.plan import ITEMSIZE, made_of
 
 OPS = tuple(name for name, op in TABLE.items() if op.multiplies)
+COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
+LAYERED = ("mlp", "grouped", "decode", "block")
+EVERY_OP = (*OPS, *LAYERED, *COLLECTIVES, "kernel", "check")
 DIRECTIONS = ("forward", "backward", "both")
 SCHEDULES = NAMES[::-1]
 # Bounds for every schedule: the library's unsplit matmul and the backend's collective, each alone.
 BOUNDS = ("matmul", "comm")
-# Variants that are no competitors: the bounds, and our kernels with every signal raised in advance.
-ALONE = ("matmul", "own_matmul", "comm")
+# Variants that are no competitors: the bounds, our kernels with every signal raised in advance, and of a layer a rank's
+# arithmetic with nothing sent.
+ALONE = ("matmul", "own_matmul", "comm", "local")
 # Our own collective, then one matmul, or the reverse (`sequential`). What overlap gains is measured against it.
 SEQUENTIAL = "sequential"
 # auto: the schedule that dispatch picks. Every other variant is a provider's (`providers`). All but those of ALONE run
 # the whole op, so that a speed-up means something.
-OWN = (*ALONE, SCHEDULES[0], SEQUENTIAL, *SCHEDULES[1:], "auto")
+OWN = (*ALONE[:3], SCHEDULES[0], SEQUENTIAL, *SCHEDULES[1:], "auto")
 DTYPES = ("float32", "bfloat16", "float16")
 # float8 dtypes, run only on request: for NVIDIA's GPUs and CPUs; for AMD's gfx942; for NVIDIA's GPUs and CPUs with a
 # scale for each block of 32.
@@ -62,7 +80,10 @@ TITLES = {
     ALL_GATHER_MATMUL.name: "all-gather + matmul",
     MATMUL_REDUCE_SCATTER.name: "matmul + reduce-scatter",
     MATMUL_ALL_REDUCE.name: "matmul + all-reduce",
-}
+    "mlp": "MLP", "grouped": "q, k, v", "decode": "linear, all-reduce, residual, norm", "block": "block",
+    "kernel": "kernel", "check": "check",
+    ALL_GATHER.name: "all-gather", REDUCE_SCATTER.name: "reduce-scatter", ALL_REDUCE.name: "all-reduce",
+}  # fmt: skip
 SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", FLOAT8: "fp8", FNUZ: "fp8 fnuz", MXFP8: MXFP8}
 
 Shape = tuple[int, int, int]
@@ -91,8 +112,26 @@ CHECK_SHAPES: tuple[Shape, ...] = ((96, 80, 64), (97, 83, 61))
 
 
 @dataclass(frozen=True)
+class BlockSizes:
+    """The sizes of one block. `gated`: SwiGLU, whose gate is as wide as up. `source`: where the numbers are from."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    num_blocks: int
+    gated: bool
+    source: str
+
+
+@dataclass(frozen=True)
 class Case:
-    """One op at one size, dtype and world size. model, tokens, layer: the block it is a matmul of, or "", 0, ""."""
+    """One op at one size, dtype and world size.
+
+    - model, tokens, layer: the block it is a matmul of, or "", 0, "".
+    - widths: output features of each weight of `grouped`. sizes: those of a `block`.
+    """
 
     op: str
     M: int
@@ -104,17 +143,19 @@ class Case:
     model: str = ""
     tokens: int = 0
     layer: str = ""
+    widths: tuple[int, ...] = ()
+    sizes: BlockSizes | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"op must be one of {', '.join(OPS)}, got {self.op!r}")
+        if self.op not in EVERY_OP:
+            raise ValueError(f"op must be one of {', '.join(EVERY_OP)}, got {self.op!r}")
         if self.dtype not in EVERY_DTYPE:
             raise ValueError(f"dtype must be one of {', '.join(EVERY_DTYPE)}, got {self.dtype!r}")
         if min(self.M, self.N, self.K, self.world_size) < 1:
             raise ValueError(f"M, N, K and world_size must be positive, got {self}")
 
     def __str__(self) -> str:
-        name = f"{self.model} {self.layer}, " if self.model else ""
+        name = f"{self.model} {self.layer}, ".replace(" ,", ",") if self.model else ""
         return f"{name}{self.op} {self.M}x{self.N}x{self.K} {self.dtype} on {self.world_size}"
 
     @property
@@ -159,17 +200,36 @@ def check_direction(direction: str) -> None:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
 
 
+def matmuls(case: Case) -> list[Case]:
+    """Return the matmuls of a case with their collectives, in the order they run; none for a collective alone.
+
+    Attention's inner products, norms and activations are not among them.
+    """
+    up, down = replace(case, op=ALL_GATHER_MATMUL.name), replace(case, op=MATMUL_REDUCE_SCATTER.name)
+    if case.op in OPS:
+        return [case]
+    if case.op == "mlp":
+        return [up, replace(down, N=case.K, K=case.N)]
+    if case.op == "block":
+        sizes = case.sizes or MODELS[case.model]
+        return block(case.model, case.tokens, case.world_size, case.dtype, sizes)
+    return {"grouped": [up], "kernel": [up], "decode": [replace(case, op=MATMUL_ALL_REDUCE.name)]}.get(case.op, [])
+
+
 def flops(case: Case, direction: str) -> float:
     """Return a rank's floating-point operations, the mean if shards are uneven: one matmul forward, two backward."""
     check_direction(direction)
-    matmuls = {"forward": 1, "backward": 2, "both": 3}[direction]
-    return matmuls * 2.0 * case.M * case.N * case.K / case.world_size
+    times = {"forward": 1, "backward": 2, "both": 3}[direction]
+    return sum(times * 2.0 * each.M * each.N * each.K / each.world_size for each in matmuls(case))
 
 
 def num_results(case: Case, direction: str) -> int:
     """Return the elements of the results of all ranks: y forward, dx and dw backward."""
     check_direction(direction)
-    y, gradients = case.M * case.N, (case.M + case.N) * case.K
+    if case.op in COLLECTIVES:
+        return case.M * case.N * (1 if TABLE[case.op].kind == "scatter" else case.world_size)
+    parts = matmuls(case)
+    y, gradients = sum(each.M * each.N for each in parts), sum((each.M + each.N) * each.K for each in parts)
     return {"forward": y, "backward": gradients, "both": y + gradients}[direction]
 
 
@@ -179,6 +239,12 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     The whole buffer is the gathered tensor, or the tensor that every rank reduces: S in nccl-tests.
     """
     check_direction(direction)
+    if case.op in COLLECTIVES:
+        return [(case.op, case.M * case.N * ITEMSIZE[case.dtype])]
+    if case.op not in OPS:
+        passes = ("forward", "backward") if direction == "both" else (direction,)
+        turned = {"forward": matmuls(case), "backward": matmuls(case)[::-1]}
+        return [each for name in passes for part in turned[name] for each in traffic(part, name)]
     x, y = case.M * case.K * ITEMSIZE[case.dtype], case.M * case.N * ITEMSIZE[made_of(case.dtype)]
     if case.is_float8:
         x = case.M * packed_bytes(case.K, blocks=case.dtype == MXFP8)
@@ -192,23 +258,10 @@ def traffic(case: Case, direction: str) -> list[tuple[str, int]]:
     return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
 
 
-@dataclass(frozen=True)
-class BlockSizes:
-    """The sizes of one block. `gated`: SwiGLU, whose gate is as wide as up. `source`: where the numbers are from."""
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    num_blocks: int
-    gated: bool
-    source: str
-
-
 _LLAMA_3 = "The Llama 3 Herd of Models (arXiv 2407.21783), table 3"
 
 MODELS = {
+    "small": BlockSizes(512, 1408, 8, 4, 64, 8, True, "made up, for CPUs"),
     "llama3-8b": BlockSizes(4096, 14336, 32, 8, 128, 32, True, _LLAMA_3),
     "llama3-70b": BlockSizes(8192, 28672, 64, 8, 128, 80, True, _LLAMA_3),
     "llama3-405b": BlockSizes(16384, 53248, 128, 8, 128, 126, True, _LLAMA_3),
@@ -222,18 +275,63 @@ MODELS = {
 LAYERS = ("attention qkv", "attention out", "mlp up", "mlp down")
 
 
-def block(model: str, tokens: int, world_size: int, dtype: str) -> list[Case]:
-    """Return the cases of one block, in the order of `LAYERS`.
+# The files of Hugging Face name these sizes so; of some older models otherwise.
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd"), "intermediate": ("intermediate_size", "n_inner", "ffn_dim"),
+    "heads": ("num_attention_heads", "n_head"), "num_blocks": ("num_hidden_layers", "n_layer"),
+}  # fmt: skip
+_UNGATED = ("gpt2", "gpt_neox", "opt", "phi", "falcon", "bloom", "gpt_bigcode", "starcoder2")
+_MOST_CONFIG_BYTES = 4 << 20
+
+
+def sizes_of(model: str) -> tuple[str, BlockSizes]:
+    """Return the name and the sizes of a model: one of `MODELS`, or a Hugging Face config.json or its folder.
+
+    ValueError for any other name, and for a file without these sizes.
+    """
+    if model in MODELS:
+        return model, MODELS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = ", ".join(MODELS)
+        raise ValueError(f"model must be one of {known}, or a config.json of Hugging Face or its folder, got {model!r}")
+    try:
+        given = json.loads(read_text(path, max_bytes=_MOST_CONFIG_BYTES))
+        given = given.get("text_config", given)
+        found = {name: _integer(given, names) for name, names in _NAMES.items()}
+        default = {"num_key_value_heads": found["heads"], "head_dim": found["hidden"] // found["heads"]}
+        kv_heads, head_dim = (_integer({**default, **_present(given)}, (name,)) for name in default)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is no configuration of a decoder: {error}") from error
+    kind = str(given.get("model_type") or "model")
+    sizes = BlockSizes(
+        **found, kv_heads=kv_heads, head_dim=head_dim, gated=kind not in _UNGATED, source=str(path)
+    )  # fmt: skip
+    return f"{kind}-{sizes.hidden}x{sizes.intermediate}", sizes
+
+
+def _present(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _integer(given: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    found = next((given[name] for name in names if given.get(name) is not None), None)
+    if not isinstance(found, int) or not 1 <= found < 2**31:
+        raise ValueError(f"{names[0]} must be a positive integer, got {found!r}")
+    return found
+
+
+def block(model: str, tokens: int, world_size: int, dtype: str, sizes: BlockSizes | None = None) -> list[Case]:
+    """Return the cases of one block, in the order of `LAYERS`; sizes: by default those of `sizes_of`.
 
     ValueError for an unknown model, or if attention heads do not divide evenly: a head is never cut. With more ranks
     than key-value heads, several ranks hold the same key-value head, so N is longer. The tokens and the MLP's features
     may be split unevenly.
     """
-    if model not in MODELS:
-        raise ValueError(f"model must be one of {', '.join(MODELS)}, got {model!r}")
+    model, sizes = (model, sizes) if sizes else sizes_of(model)
     if tokens < 1 or world_size < 1:
         raise ValueError(f"tokens and world_size must be positive, got {tokens} and {world_size}")
-    sizes = MODELS[model]
     if sizes.heads % world_size:
         raise ValueError(f"{model} has {sizes.heads} attention heads, which {world_size} ranks cannot share evenly")
     if sizes.kv_heads % world_size and world_size % sizes.kv_heads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from functools import partial
 from pathlib import Path
@@ -86,9 +85,29 @@ class WithProviders(TyperCommand):
             formatter.write_dl(list(listing(describe().num_gpus)))
 
 
+# Options that several commands have.
+WorldSize = Annotated[
+    str | None,
+    typer.Option(help="Numbers of ranks; default 1, 2, 4 .. up to the GPUs, or the launcher's ranks; on CPUs a few."),
+]
+Model = Annotated[
+    str | None, typer.Option(help="Sizes of these models' blocks: llama3-8b, .., or a config.json of Hugging Face.")
+]
+Tokens = Annotated[str | None, typer.Option(help="Tokens of the models' blocks: 512,2048, or 16:16384 for doubling.")]
+Out = Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")]
+
+
 @app.command(cls=WithProviders)
 def sweep(
-    world_size: Annotated[str | None, typer.Option(help="Numbers of ranks; default 2,4, and 8 with 8 GPUs.")] = None,
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="ops: matmuls with a collective; mlp, grouped, decode: layers; block: a whole transformer block, "
+            "forward and a step; collectives: against bytes. Comma-separated."
+        ),
+    ] = "ops",
+    world_size: WorldSize = None,
     op: Annotated[
         str | None,
         typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; comma-separated. Default all."),
@@ -116,26 +135,31 @@ def sweep(
     shapes: Annotated[
         str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large; default by machine.")
     ] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="One global size M,N,K; may be repeated.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Time the matmuls of a block of these models, for example llama3-8b.")
+    shape: Annotated[
+        list[str] | None, typer.Option(help="One global size, M,N,K or the suite's lengths; may be repeated.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens of the models' blocks; default 2048.")] = None,
+    model: Model = None,
+    tokens: Tokens = None,
     seconds: Annotated[
-        float, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one case.")
-    ] = 1.0,
+        float | None,
+        typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one case; default by suite, 1."),
+    ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds of each case, in place of --seconds.")] = None,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="On GPUs: time each variant as a CUDA graph, if it can be captured.")
+    ] = False,
     launches: Annotated[
         int, typer.Option(min=1, help="Times to run all timed cases, on fresh ranks; intervals are then over launches.")
     ] = 1,
     patience: Annotated[
-        float,
-        typer.Option(min=1, callback=arguments.finite, help="Timeout of a case in seconds, beyond its arithmetic."),
-    ] = 180.0,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")] = Path("results"),
+        float | None,
+        typer.Option(
+            min=1, callback=arguments.finite,
+            help="Seconds that one case may take in all; default three minutes and ten times its estimate.",
+        ),
+    ] = None,
+    verbose: Verbose = False,
+    out: Out = Path("results"),
 ) -> None:
     """Check and time every schedule on this machine.
 
@@ -143,31 +167,22 @@ def sweep(
 
     Starts its own ranks, or uses those it was launched as (torchrun --no-python --nproc-per-node 2 fusedtp sweep).
     """
-    from . import cases, providers, store
-    from .jobs import START_SECONDS, Request, estimate, plan
-    from .machine import describe
-    from .sweep import join, launched, run_launched, run_spawned
+    from . import cases, providers
+    from .suites import SUITES
 
-    machine = describe()
-    try:
-        here = launched()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    if here is not None:
-        world_size = str(here.world_size) if world_size is None else world_size
-        if max(arguments.numbers(world_size, "--world-size")) > here.world_size:
-            raise typer.BadParameter(f"--world-size {world_size}: {here.world_size} ranks were launched")
-        if launches > 1:
-            raise typer.BadParameter("--launches starts fresh ranks, which a launcher's command cannot: leave it out")
+    suites = arguments.names(suite, tuple(SUITES), "--suite")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
-    if tokens is not None and not model:
+    if "ops" in suites and tokens is not None and not model:
         raise typer.BadParameter("--tokens is for the blocks of --model")
+    if shape and len(suites) > 1:
+        raise typer.BadParameter("--shape has the lengths of one suite: give one --suite")
+    others = tuple(dict.fromkeys(each for name in suites for each in SUITES[name].others))
     lists = {
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
-        "baselines": (baseline, (*providers.found().providers, "none"), "--baseline"),
+        "baselines": (baseline, tuple(dict.fromkeys((*providers.found().providers, *others, "none"))), "--baseline"),
         "directions": (direction, cases.DIRECTIONS, "--direction"),
-        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"), "models": (model, tuple(cases.MODELS), "--model"),
+        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"),
     }  # fmt: skip
     given: dict[str, Any] = {
         name: arguments.names(text, known, option)
@@ -177,28 +192,60 @@ def sweep(
         given["dtypes"] = arguments.dtypes_here(dtype, cases.EVERY_DTYPE, "--dtype")
     if "baselines" in given:
         given["baselines"] = tuple(name for name in given["baselines"] if name != "none")
+    if suites == ("ops",):
+        given["shapes"] = tuple(arguments.shape(text) for text in shape or ())
+    else:
+        given["sizes"] = tuple(arguments.numbers(text, "--shape") for text in shape or ())
+    given |= {"seconds": seconds, "rounds": rounds, "patience": patience, "graph": graph}
+    _run(suites, world_size, model, tokens, given, out, "sweep", launches=launches, verbose=verbose)
+
+
+def _run(
+    suites: tuple[str, ...], world_size: str | None, model: str | None, tokens: str | None, given: dict[str, Any],
+    out: Path, name: str, *, launches: int = 1, verbose: bool = False,
+) -> None:  # fmt: skip
+    # Plan, run, keep and show suites of cases. name: of the file of rows.
+    from . import cases, providers, store
+    from .jobs import START_SECONDS, Request, estimate, plan
+    from .machine import describe
+    from .sweep import join, launched, run_launched, run_spawned
+
+    machine = describe()
+    try:
+        here = launched()
+        models = tuple(filter(None, (model or "").split(",")))
+        for each in models:
+            cases.sizes_of(each)
+    except ValueError as error:
+        raise typer.BadParameter(f"{'--model: ' * ('model' in str(error))}{error}") from error
+    num_gpus = machine.num_gpus if here is None else here.num_gpus(machine.num_gpus)
+    sizes = None if world_size is None else arguments.ranks(world_size)
+    if here is not None and sizes and max(sizes) > here.world_size:
+        raise typer.BadParameter(f"--world-size {world_size}: {here.world_size} ranks were launched")
+    if here is not None and launches > 1:
+        raise typer.BadParameter("--launches starts fresh ranks, which a launcher's command cannot: leave it out")
+    if given.get("graph") and not num_gpus:
+        raise typer.BadParameter("--graph captures CUDA graphs: without a GPU there are none")
     request = Request(
-        world_sizes=arguments.ranks(world_size) if world_size is not None else None,
-        shapes=tuple(arguments.shape(text) for text in shape or ()),
-        tokens=arguments.numbers("2048" if tokens is None else tokens, "--tokens"),
-        seconds=seconds, rounds=rounds, patience=patience, **given,
+        suites=suites, world_sizes=sizes, models=models,
+        tokens=arguments.numbers(tokens, "--tokens") if tokens is not None else None, **given,
     )  # fmt: skip
     speaks = here is None or here.rank == 0
     console = Console(quiet=not speaks)
-    path = arguments.folder(out, machine.name) / "sweep.csv"
-    if path.exists():
+    path = arguments.folder(out, machine.name) / f"{name}.csv"
+    if path.exists() and not store.is_outdated(path):
         # Fail before minutes are spent on rows that could not be added to the file.
         arguments.rows(path, "; move it away to write a new one")
     try:
-        jobs = plan(request, machine.num_gpus)
+        jobs = plan(request, num_gpus, machine.gpu, 0 if here is None else here.world_size)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"{'--shape: ' * bool(given.get('sizes'))}{error}") from error
     if not jobs:
         raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
     for text in providers.found().warnings:
         console.print(f"warning: {text}", style="yellow")
-    if sizes := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
-        console.print(f"Also checked, not timed: kernels at {' and '.join(sizes)}, as odd sizes take other code")
+    if checked := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):
+        console.print(f"Also checked, not timed: kernels at {' and '.join(checked)}, as odd sizes take other code")
     if not machine.num_gpus and (most := max(job.case.world_size for job in jobs)) > machine.cores:
         console.print(
             f"{most} ranks on {machine.cores} cores take turns: their times say little about a larger machine"
@@ -236,6 +283,34 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
     if num_failed := sum(row.failed for row in rows):
         console.print(f"{num_failed} of {len(rows)} rows did not pass the check", style="bold red")
         raise typer.Exit(1)
+
+
+def _suite(name: str, about: str, sizes: str) -> None:
+    # Register the command of one suite; its rows go to a file of its name.
+    def command(
+        world_size: WorldSize = None,
+        shapes: Annotated[
+            list[str] | None,
+            typer.Option("--shape", "--shapes", help="One size, its lengths with commas; may be repeated."),
+        ] = None,
+        model: Model = None,
+        tokens: Tokens = None,
+        seconds: Annotated[
+            float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
+        ] = None,
+        verbose: Verbose = False,
+        out: Out = Path("results"),
+    ) -> None:
+        sizes = tuple(arguments.numbers(text, "--shape") for text in shapes or ())
+        _run((name,), world_size, model, tokens, {"sizes": sizes, "seconds": seconds}, out, name, verbose=verbose)
+
+    more = f"The suite {name!r} of `fusedtp sweep`, on CPUs and GPUs, beside torch's DTensor styles."
+    app.command(name, help=f"{about}\n\n{more} Sizes are {sizes}.")(command)
+
+
+_suite("mlp", "Time a tensor-parallel MLP.", "M,D,F: tokens, features, hidden features")
+_suite("grouped", "Time q, k and v at one gather.", "M,H,Nq,Nk,Nv: tokens, features, those of q, k, v")
+_suite("decode", "Time a decoder's all-reduce of few tokens.", "M,N,K: tokens, features out, in")
 
 
 @app.command()
@@ -285,65 +360,6 @@ def train(
         console.print(f"log-probabilities, order {order}, {ranks(num_ranks)}, batch {batch}: {told}")
 
 
-def _layer(name: str, about: str, sizes: str) -> None:
-    # Return the command of one suite of `layers`.
-    def command(
-        world_size: Annotated[str | None, typer.Option(help="Numbers of ranks, comma-separated.")] = None,
-        shapes: Annotated[
-            list[str] | None,
-            typer.Option("--shape", "--shapes", help="One size, its lengths with commas; may be repeated."),
-        ] = None,
-        seconds: Annotated[
-            float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
-        ] = None,
-        out: Annotated[Path, typer.Option(help="Folder for the rows, one folder a machine.")] = Path("results"),
-    ) -> None:
-        from .jobs import START_SECONDS
-        from .layers import SUITES, run, table, warnings
-        from .machine import describe
-
-        suite, console, machine = SUITES[name], Console(), describe()
-        if machine.num_gpus:
-            raise typer.BadParameter("layers are timed on CPU ranks: for GPUs, fusedtp sweep --model llama3-8b")
-        world_sizes = suite.world_sizes if world_size is None else arguments.ranks(world_size)
-        sizes = [arguments.numbers(text, "--shape") for text in shapes or ()] or suite.sizes
-        try:
-            for size, count in itertools.product(sizes, world_sizes):
-                suite.check_size(size, count)
-        except ValueError as error:
-            option = "--shape" if shapes and min(world_sizes) > 1 else "--world-size"
-            raise typer.BadParameter(f"{option}: {error}") from error
-        path = arguments.folder(out, machine.name) / f"{name}.csv"
-        given = suite.seconds if seconds is None else seconds
-        # Checks and a round's variants take extra time, and so does the start of ranks, before each first size.
-        steps = [
-            (f"{','.join(map(str, size))} on {count}", given + 3 + (START_SECONDS if i == 0 else 0))
-            for count in world_sizes for i, size in enumerate(dict.fromkeys(sizes))
-        ]  # fmt: skip
-        with arguments.progress(console, steps, f"{path} is as it was") as done:
-            frame = run(name, world_sizes, sizes, given, console.print, done)
-        if frame.empty:
-            raise typer.Exit(1)
-        frame.to_csv(path, index=False)
-        table(suite, frame).print(console)
-        console.print(
-            "Medians of the slowest rank. over: that variant's time / fusedtp's. Interval and verdict: over "
-            f"{'the fastest of ' * (len(suite.over) > 1)}{' and '.join(suite.over)}."
-        )
-        console.print(f"{suite.variants}local: a rank's arithmetic with nothing sent, a bound.")
-        if warning := warnings(suite, frame):
-            console.print(warning, style="bold yellow")
-        console.print(f"rows: {path}", soft_wrap=True)
-
-    more = "On CPU ranks, beside torch's DTensor styles. Prints and keeps each speed-up with its 95 % interval."
-    app.command(name, help=f"{about}\n\n{more} Sizes are {sizes}.")(command)
-
-
-_layer("mlp", "Time a tensor-parallel MLP.", "M,D,F: tokens, features, hidden features")
-_layer("grouped", "Time q, k and v at one gather.", "M,H,Nq,Nk,Nv: tokens, features, those of q, k, v")
-_layer("decode", "Time a decoder's all-reduce of few tokens.", "M,N,K: tokens, features out, in")
-
-
 @app.command()
 def overhead(
     out: Annotated[Path, typer.Option(help="The file that rows are added to.")] = Path("overhead.csv"),
@@ -353,14 +369,14 @@ def overhead(
 
     That is the time of a call on CPU ranks, less its matmul, copies and waits.
     """
-    from . import layers
+    from . import overhead as measuring
     from .cases import ranks
 
     console, out = Console(), arguments.file(out, "--out")
     steps = [(ranks(size), 0.5 * rounds) for size in (1, 2)]
     with arguments.progress(console, steps, f"{out} is as it was") as done:
-        frame = layers.overhead(out, rounds, done)
-    layers.overhead_table(frame).print(console)
+        frame = measuring.overhead(out, rounds, done)
+    measuring.table(frame).print(console)
     if frame["q1_us"].min() < 0:
         console.print("Careful, calls took less than their parts: take more --rounds, on a quiet machine.")
     console.print(f"both: forward and backward. Rows added to {out}", soft_wrap=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +53,8 @@ class Timing:
     """Milliseconds over the rounds, each the slowest rank's; `total_ms` is all timed iterations together.
 
     rounds_ms: of each round, in the order that the variants of a case share; empty if not stored. launches: the number
-    of rounds in each of several launches, one launch after the other; empty for one launch.
+    of rounds in each of several launches, one launch after the other; empty for one launch. host_us: the host's median
+    time to issue a GPU's call; None on a CPU. late_rounds: those that the host made longer, as it was late.
     """
 
     median_ms: float
@@ -63,6 +64,8 @@ class Timing:
     rounds: int
     rounds_ms: tuple[float, ...] = ()
     launches: tuple[int, ...] = ()
+    host_us: float | None = None
+    late_rounds: int = 0
 
     @classmethod
     def of(cls, rounds_ms: Sequence[float], launches: Sequence[int] = ()) -> Timing:
@@ -73,7 +76,18 @@ class Timing:
     def together(cls, timings: Sequence[Timing]) -> Timing:
         """Return one timing of several launches."""
         launches = [timing.rounds for timing in timings] if len(timings) > 1 else ()
-        return cls.of([ms for timing in timings for ms in timing.rounds_ms], launches)
+        found = cls.of([ms for timing in timings for ms in timing.rounds_ms], launches)
+        hosts = [timing.host_us for timing in timings if timing.host_us is not None]
+        late = sum(timing.late_rounds for timing in timings)
+        return replace(found, host_us=max(hosts, default=None), late_rounds=late)
+
+    def each_of(self, calls: int) -> Timing:
+        """Return the timing of one of so many calls in a row."""
+        if calls == 1:
+            return self
+        found = Timing.of([ms / calls for ms in self.rounds_ms], self.launches)
+        host_us = None if self.host_us is None else self.host_us / calls
+        return replace(found, host_us=host_us, late_rounds=self.late_rounds)
 
     def over(self, other: Timing) -> Timing:
         """Return this timing over another, round by round: ratios without a unit."""

@@ -6,17 +6,20 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from fusedtp.cost.hardware import HARDWARE, of_gpu
 
 from . import providers
 from .cases import (
     BOUNDS,
     CHECK_SHAPES,
+    COLLECTIVES,
     DIRECTIONS,
     DTYPES,
     EVERY_FLOAT8,
     OPS,
-    OWN,
     SCHEDULES,
     SEQUENTIAL,
     SHAPES,
@@ -28,23 +31,47 @@ from .cases import (
     traffic,
 )
 from .store import Outcome
+from .suites import SUITE_OF, SUITES, Size, cases_of, is_long, missing
 
 if TYPE_CHECKING:
     from .timing import Verdict
 
 # Without a GPU kernels are interpreted. Triton must know that before kernels are imported.
 INTERPRET = ("TRITON_INTERPRET", "1")
-# Timeout of a rank, beside the time of its arithmetic at the rate of a slow, shared core. The interpreter and a loaded
-# machine are slow.
-JOB_SECONDS = 180.0
-SLOW_FLOPS = 1e10
-# FLOP/s of an idle core, or of a GPU in float64.
-FAST_FLOPS = 6e10
-# Normal numbers that a core draws in a second, elements that it checks, and seconds in which ranks start.
-DRAWN, CHECKED, START_SECONDS = 1e8, 3.5e7, 4.0
-# A case with more arithmetic than this, forward and backward on a CPU, takes seconds a call: each variant runs once for
-# the gate.
-LONG_FLOPS = 1e11
+# Timeout of a case, beside a multiple of its estimate: kernels are compiled in it, the interpreter and a loaded machine
+# are slow.
+JOB_SECONDS, MARGIN = 180.0, 10.0
+# Seconds in which ranks start, and in which kernels of a case, and torch's compiled graphs, are compiled.
+START_SECONDS, COMPILE_SECONDS = 4.0, 12.0
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one rank does in a second, for estimates: FLOPs, those in float64, numbers drawn and checked, bytes sent.
+
+    call: seconds of a call that does nothing.
+    """
+
+    flops: float
+    exact: float
+    drawn: float
+    checked: float
+    bytes: float
+    call: float = 1e-3
+
+
+@cache
+def rates_of(gpu: str, dtype: str) -> Rates:
+    """Return the rates of an idle core, or of a GPU by its driver's name: by the table of hardware, or of an A100."""
+    if not gpu:
+        # A collective of the backend over loopback.
+        return Rates(6e10, 6e10, 1e8, 3.5e7, 4e8)
+    machine = of_gpu(gpu) or HARDWARE["a100"]
+    known = machine.multiplied(dtype) if machine.knows(dtype) else "bfloat16"
+    # Elements are drawn, and compared in float64, at the rate of memory.
+    memory = machine.memory * 1e6
+    exact = machine.matrix_tflops.get("float64", 1.0) * 1e12 * machine.matrix_fraction
+    return Rates(machine.rate(known) * 1e6, exact, memory / 16, memory / 100, machine.link_gbps * 3e8)
 
 
 @dataclass(frozen=True)
@@ -54,7 +81,8 @@ class Job:
     - skipped: (direction, variant) of variants that cannot run. The process that starts the ranks decides; ranks do
       not.
     - absent: outcomes of variants that do not run.
-    - patience: seconds that a rank may be silent, beside the time of its arithmetic.
+    - gpu: its name, for estimates. patience: seconds that the whole case may take; None: many times its estimate.
+    - graph: time each variant as a CUDA graph, if it can be captured.
     """
 
     case: Case
@@ -66,7 +94,9 @@ class Job:
     absent: tuple[Outcome, ...] = ()
     num_gpus: int = 0
     skipped: frozenset[tuple[str, str]] = frozenset()
-    patience: float = JOB_SECONDS
+    patience: float | None = None
+    gpu: str = ""
+    graph: bool = False
 
     def variants_of(self, direction: str) -> tuple[str, ...]:
         """Return the variants that run in this direction."""
@@ -89,123 +119,139 @@ class Job:
 class Request:
     """Options of the command line; None is this machine's default. `models` replace sizes.
 
-    baselines: names of providers, by default `providers.usual`.
+    - suites: of `SUITES`. sizes: for suites but `ops`, which takes `shapes`.
+    - baselines: names of providers, by default `providers.usual`.
     """
 
     world_sizes: tuple[int, ...] | None = None
     ops: tuple[str, ...] = OPS
-    schedules: tuple[str, ...] = (*SCHEDULES, "auto")
+    schedules: tuple[str, ...] | None = None
     baselines: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     directions: tuple[str, ...] | None = None
     shape_sets: tuple[str, ...] | None = None
     shapes: tuple[Shape, ...] = ()
     models: tuple[str, ...] = ()
-    tokens: tuple[int, ...] = ()
-    seconds: float = 1.0
+    tokens: tuple[int, ...] | None = None
+    seconds: float | None = None
     rounds: int | None = None
-    patience: float = JOB_SECONDS
+    patience: float | None = None
+    suites: tuple[str, ...] = ("ops",)
+    sizes: tuple[Size, ...] = ()
+    graph: bool = False
 
 
-def is_long(case: Case, num_gpus: int) -> bool:
-    """Return whether one call takes seconds on a CPU."""
-    return not num_gpus and flops(case, "both") > LONG_FLOPS
+def world_sizes(most: int) -> tuple[int, ...]:
+    """Return the default world sizes: 1, the reference of scaling, 2, 4, 8 and so on up to `most`, and that."""
+    return tuple(sorted({*(2**i for i in range(most.bit_length()) if 2**i <= most), most}))
 
 
-def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
-    """Return why a variant cannot run this case here, or "" if it can."""
-    if variant == "comm" and not traffic(case, direction):
-        return f"{direction} of {case.op} sends nothing"
-    if variant == "own_matmul" and case.is_float8:
-        return "our kernels with preset flags are given no scales here"
-    if variant == SEQUENTIAL and case.world_size == 1:
-        return "one rank has nothing to send"
-    if variant in ("decomposed", "auto") and case.world_size == 1 and is_long(case, num_gpus):
-        return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
-    return "" if variant in OWN else providers.named(variant).reason(case, direction, num_gpus)
-
-
-def world_sizes(request: Request, num_gpus: int) -> tuple[int, ...]:
-    """Return the default world sizes: 2 and 4, and 8 with 8 GPUs; no more than GPUs, if there are any."""
-    if request.world_sizes is not None:
-        return request.world_sizes
-    return tuple(size for size in (2, 4, 8) if size <= (num_gpus or 4)) or (1,)
-
-
-def plan(request: Request, num_gpus: int) -> list[Job]:
+def plan(request: Request, num_gpus: int, gpu: str = "", world: int = 0) -> list[Job]:
     """Return the jobs of a request, in the order they run.
 
-    ValueError for a model that does not split into that many ranks, and for a backward pass of float8.
+    - num_gpus: GPUs of the ranks, on all their nodes. gpu: the name of one, for estimates.
+    - world: ranks that a launcher has started; 0 without one.
+
+    ValueError for a model or a size that does not split into that many ranks, and for a backward pass of float8.
     """
     if set(EVERY_FLOAT8) & set(request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
         raise ValueError("fp8 and mxfp8 operands have no gradient: with either, --direction must be forward")
+    planner = _Planner(request, num_gpus, gpu)
     jobs: list[Job] = []
-    # Missing variants that were reported: once is enough for all sizes.
-    said: set[tuple[object, ...]] = set()
-    for world_size in world_sizes(request, num_gpus):
-        compiled = 0 < world_size <= num_gpus
-        clocked = tuple(
-            name for name in (*SCHEDULES, "auto") if name in request.schedules and (name != "fused" or compiled)
-        )
-        # Ranks that share a GPU are not timed.
-        is_timed = compiled or not num_gpus
-        if not is_timed:
-            clocked = ()
-        if request.models:
-            blocks = _blocks(request, world_size, num_gpus) if is_timed else ()
-            for case in blocks:
-                both = request.directions or (("forward",) if case.is_float8 else ("forward", "backward"))
-                jobs.append(_timed(case, clocked, both, request, num_gpus, said))
-            continue
-        for op in request.ops if clocked else ():
-            for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):
-                case = Case(op, *shape, dtype, world_size)
-                jobs.append(_timed(case, clocked, directions, request, num_gpus, said))
-        checked = tuple(name for name in request.schedules if name not in clocked)
-        if "fused" in checked:
-            checked = ("own_matmul", *checked)
-        for op in request.ops if checked else ():
-            jobs += _checks(op, world_size, checked, request, num_gpus)
+    for name in request.suites:
+        most = world or num_gpus or SUITES[name].most_ranks
+        for world_size in request.world_sizes or world_sizes(most):
+            jobs += planner.ops(world_size) if name == "ops" else planner.suite(name, world_size)
     return jobs
 
 
-def _timed(
-    case: Case, schedules: tuple[str, ...], directions: tuple[str, ...], request: Request, num_gpus: int,
-    said: set[tuple[object, ...]],
-) -> Job:  # fmt: skip
-    # The baselines are part of every timed case, as a speed-up is a ratio within one run.
-    bounds = ("matmul", "own_matmul", "comm") if num_gpus else BOUNDS
-    peers = providers.usual() if request.baselines is None else request.baselines
-    variants = tuple(dict.fromkeys((*bounds, "unfused", SEQUENTIAL, *schedules, *peers)))
-    absent, skipped = [], []
-    for direction, name in itertools.product(directions, variants):
-        reason = missing(name, case, direction, num_gpus)
-        if reason:
-            skipped.append((direction, name))
-        key = case.op, case.world_size, name, direction, reason
-        if reason and key not in said:
-            said.add(key)
-            absent.append(Outcome(name, direction, not_run=reason))
-    return Job(
-        case, variants, True, request.seconds, request.rounds, directions, tuple(absent), num_gpus, frozenset(skipped),
-        request.patience,
-    )  # fmt: skip
+@dataclass
+class _Planner:
+    request: Request
+    num_gpus: int
+    gpu: str
 
+    def __post_init__(self) -> None:
+        # Missing variants that were reported: once is enough for all sizes.
+        self.said: set[tuple[object, ...]] = set()
 
-def _checks(op: str, world_size: int, variants: tuple[str, ...], request: Request, num_gpus: int) -> Iterator[Job]:
-    # By default only two ranks check the even size, and the gradients of the uneven size.
-    shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
-    for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
-        # `both` checks y, dx and dw in one run.
-        is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
-        by_default = ("both",) if is_both else ("forward",)
-        case = Case(op, *shape, dtype, world_size)
-        asked = request.directions or by_default
-        pairs = itertools.product(asked, variants)
-        skipped = frozenset((each, name) for each, name in pairs if missing(name, case, each, num_gpus))
-        yield Job(
-            case, variants, False, directions=asked, num_gpus=num_gpus, skipped=skipped, patience=request.patience
-        )
+    def ops(self, world_size: int) -> Iterator[Job]:
+        """Yield the jobs of matmuls, timed where each rank has a core or a GPU of its own, and else checked."""
+        request, num_gpus = self.request, self.num_gpus
+        asked = SUITES["ops"].schedules if request.schedules is None else request.schedules
+        compiled = 0 < world_size <= num_gpus
+        clocked = tuple(name for name in (*SCHEDULES, "auto") if name in asked and (name != "fused" or compiled))
+        # Ranks that share a GPU are not timed.
+        if num_gpus and not compiled:
+            clocked = ()
+        if request.models:
+            for case in _blocks(request, world_size, num_gpus) if compiled or not num_gpus else ():
+                both = request.directions or (("forward",) if case.is_float8 else ("forward", "backward"))
+                yield self._timed(case, clocked, both)
+            return
+        for op in request.ops if clocked else ():
+            for shape, dtype, directions in _sizes(request, op, world_size, num_gpus):
+                yield self._timed(Case(op, *shape, dtype, world_size), clocked, directions)
+        # One rank runs no kernel.
+        checked = tuple(name for name in asked if name not in clocked and world_size > 1)
+        if "fused" in checked:
+            checked = ("own_matmul", *checked)
+        for op in request.ops if checked else ():
+            yield from self._checks(op, world_size, checked)
+
+    def suite(self, name: str, world_size: int) -> Iterator[Job]:
+        """Yield the jobs of another suite; none for ranks that share a GPU, which are not timed."""
+        request, suite = self.request, SUITES[name]
+        if (self.num_gpus and world_size > self.num_gpus) or (world_size == 1 and suite.ops == COLLECTIVES):
+            return
+        dtypes = request.dtypes or (("bfloat16",) if self.num_gpus else ("float32",))
+        variants = suite.variants(self.num_gpus, request.schedules)
+        if request.baselines is not None:
+            variants = tuple(each for each in variants if each not in suite.others or each in request.baselines)
+        directions = tuple(each for each in suite.directions if each in (request.directions or DIRECTIONS))
+        plain = [each for each in dtypes if each not in EVERY_FLOAT8]
+        given = suite, request.sizes, request.models, request.tokens, plain, world_size, self.num_gpus
+        for case in cases_of(*given) if directions else ():
+            yield self._job(case, variants, directions, suite.seconds)
+
+    def _timed(self, case: Case, schedules: tuple[str, ...], directions: tuple[str, ...]) -> Job:
+        # The baselines are part of every timed case, as a speed-up is a ratio within one run.
+        bounds = ("matmul", "own_matmul", "comm") if self.num_gpus else BOUNDS
+        peers = providers.usual() if self.request.baselines is None else self.request.baselines
+        variants = tuple(dict.fromkeys((*bounds, "unfused", SEQUENTIAL, *schedules, *peers)))
+        return self._job(case, variants, directions, SUITES["ops"].seconds)
+
+    def _job(self, case: Case, variants: tuple[str, ...], directions: tuple[str, ...], seconds: float) -> Job:
+        request, absent, skipped = self.request, [], []
+        for direction, name in itertools.product(directions, variants):
+            reason = missing(name, case, direction, self.num_gpus)
+            if reason:
+                skipped.append((direction, name))
+            key = case.op, case.world_size, name, direction, reason
+            if reason and key not in self.said:
+                self.said.add(key)
+                absent.append(Outcome(name, direction, not_run=reason))
+        return Job(
+            case, variants, True, seconds if request.seconds is None else request.seconds, request.rounds, directions,
+            tuple(absent), self.num_gpus, frozenset(skipped), request.patience, self.gpu, request.graph,
+        )  # fmt: skip
+
+    def _checks(self, op: str, world_size: int, variants: tuple[str, ...]) -> Iterator[Job]:
+        # By default only two ranks check the even size, and the gradients of the uneven size.
+        request = self.request
+        shapes = CHECK_SHAPES if request.directions or world_size == 2 else CHECK_SHAPES[-1:]
+        for shape, dtype in itertools.product(shapes, request.dtypes or DTYPES):
+            # `both` checks y, dx and dw in one run.
+            is_both = shape == CHECK_SHAPES[-1] and world_size == 2 and dtype not in EVERY_FLOAT8
+            by_default = ("both",) if is_both else ("forward",)
+            case = Case(op, *shape, dtype, world_size)
+            asked = request.directions or by_default
+            pairs = itertools.product(asked, variants)
+            skipped = frozenset((each, name) for each, name in pairs if missing(name, case, each, self.num_gpus))
+            yield Job(
+                case, variants, False, directions=asked, num_gpus=self.num_gpus, skipped=skipped,
+                patience=request.patience, gpu=self.gpu,
+            )  # fmt: skip
 
 
 def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:
@@ -235,7 +281,7 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
 def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
     # Return the matmuls of a block of each model at each number of tokens.
     dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
-    blocks = itertools.product(request.models, request.tokens, [world_size], dtypes)
+    blocks = itertools.product(request.models, request.tokens or (2048,), [world_size], dtypes)
     return [case for each in blocks for case in block(*each) if case.op in request.ops]
 
 
@@ -243,29 +289,32 @@ def estimate(job: Job) -> float:
     """Return the estimated seconds of a job: operands, the gate's calls, products and checks, then the rounds."""
     from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
 
+    case, calls_in_a_row = job.case, SUITE_OF[job.case.op].calls
+    rates = rates_of(job.gpu if job.num_gpus else "", case.dtype)
     # Ranks that outnumber the cores take turns.
-    turns = 1.0 if job.num_gpus else max(1.0, job.case.world_size / len(os.sched_getaffinity(0)))
-    total = turns * job.case.K * (job.case.M + job.case.N) / DRAWN
+    turns = 1.0 if job.num_gpus else max(1.0, case.world_size / len(os.sched_getaffinity(0)))
+    total = turns * case.K * (case.M + case.N) / rates.drawn
+    if job.num_gpus and "fused" in job.variants:
+        total += COMPILE_SECONDS
     for direction in job.directions:
-        count, call = len(job.variants_of(direction)), turns * flops(job.case, direction) / FAST_FLOPS
+        count, work = len(job.variants_of(direction)), flops(case, direction)
+        sent = sum(num_bytes for _, num_bytes in traffic(case, direction)) if case.world_size > 1 else 0
+        call = turns * (work / rates.flops + sent / rates.bytes + rates.call)
         calls = count * (1 if job.is_long else 2)
-        total += (
-            1.0 + (calls + 3) * call + calls * turns * num_results(job.case, direction) / job.case.world_size / CHECKED
-        )
+        checked = num_results(case, direction) / case.world_size / rates.checked
+        total += (0.3 if job.num_gpus else 1.0) + calls * (call + turns * checked) + 3 * turns * work / rates.exact
         if job.timed:
-            least = job.rounds or (LONG_ROUNDS if count * call > LONG_SECONDS else MIN_ROUNDS)
-            total += job.seconds if job.num_gpus else max(job.seconds, least * count * call)
+            a_round = count * call * calls_in_a_row
+            least = job.rounds or (LONG_ROUNDS if a_round > LONG_SECONDS else MIN_ROUNDS)
+            total += max(job.seconds, least * a_round)
     return total
 
 
 def seconds_of(job: Job) -> float:
-    """Return the timeout of a job's ranks."""
-    calls = len(job.variants) * (1 + (job.rounds or (5 if job.is_long else 10)))
-    # Six more for the float64 products.
-    work = sum(flops(job.case, each) * (calls + 6) for each in job.directions)
-    return job.patience + work / SLOW_FLOPS
+    """Return the timeout of a job's ranks: the patience that was asked for, or many times the estimate."""
+    return job.patience or JOB_SECONDS + MARGIN * estimate(job)
 
 
 def wait_seconds(job: Job) -> float:
     """Return an op's timeout, which covers a peer that is still making its float64 products."""
-    return job.patience / 2 + 6 * max(flops(job.case, each) for each in job.directions) / SLOW_FLOPS
+    return seconds_of(job) / 2

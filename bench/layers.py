@@ -1,24 +1,32 @@
-"""Layers on CPU ranks beside torch's DTensor styles, `fusedtp mlp | grouped | decode`, and a call's cost on its host.
+"""Layers, a transformer block and collectives alone, as cases of the sweep: set-up, variants and checks.
 
-Every variant of a layer starts from the same weights, is checked against the dense layer in float64, and takes its turn
-in the rounds of `timing`. All is float32, host time included. `local` is a rank's share of the arithmetic without
-communication, a lower bound for all variants. `overhead` gives the microseconds that a small call takes beyond its
-work.
+Every variant of a layer starts from the same weights, and is compared with the dense layer in float64. The input and
+the gradient of the result are drawn twice, and take turns in place, so a result that was kept is wrong.
+
+    mlp       y = gelu(x @ up.T) @ down.T                              x, y [M, K] split by rows
+    grouped   y_i = x @ w_i.T                                          x [M, K] by rows, y by features
+    decode    y = all_reduce(x @ w.T) + residual, and its norm         x [M, K] by features, y [M, N] whole
+    block     x + out(attend(qkv(norm(x)))), then x + mlp(norm(x))     x, y [tokens, hidden] by rows
+
+Variants besides the schedules:
+
+    local          a rank's share of the arithmetic, with nothing sent: a bound
+    comm           torch.distributed's collectives of the pass, with nothing computed
+    dtensor        torch's ColwiseParallel and RowwiseParallel
+    dtensor_once   of `grouped`: PrepareModuleInput gathers x for all weights
+    concatenated   of `grouped`: one linear with the rows of all weights
+    torch          of `decode`: F.linear, dist.all_reduce, +=, F.rms_norm
+    one_shot, two_shot, multimem     of `all_reduce`: torch's own over its symmetric memory
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,48 +34,132 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 import fusedtp
-from fusedtp import FusedColwiseParallel, FusedGroup, trace
+from fusedtp import FusedColwiseParallel, FusedGroup, FusedRowwiseParallel, collectives, torch_private
 from fusedtp.layers import ParallelMLP
+from fusedtp.op import OPS as TABLE
 from fusedtp.reference import chunk
 from fusedtp.shards import even_sizes
 
-from .intervals import Timing, careful, ratio
-from .machine import describe
-from .operands import finished
-from .ranks import RankPool
-from .store import cell, origin
-from .tables import CellTable
-from .timing import measure
+from .cases import COLLECTIVES, MODELS, SCHEDULES, BlockSizes, Case, traffic
+from .operands import Results, Runner, Workload
+from .providers import Missing
 
-# Relative error of float32 sums of a few thousand terms through two matmuls, forward and backward, with a margin.
-TOLERANCE = 1e-4
 EPS = 1e-6
-
-Step: TypeAlias = Callable[[], Sequence[Tensor]]
-# Closures by variant, and this rank's part of each result by name; surplus results are concatenated in the last part.
-LayerRuns: TypeAlias = tuple[dict[str, Step], dict[str, Tensor]]
-
-
-def step(model: nn.Module, x: Tensor, dy: Tensor) -> Step:
-    """Return the closure of forward and backward: y, dx and the gradients of the parameters, which it resets."""
-    parameters = list(model.parameters())
-
-    def run() -> list[Tensor]:
-        leaf = x.detach().requires_grad_()
-        y = model(leaf)
-        y.backward(dy)
-        grads = [leaf.grad, *(parameter.grad for parameter in parameters)]
-        for parameter in parameters:
-            parameter.grad = None
-        return [y.detach(), *(grad for grad in grads if grad is not None)]
-
-    return run
+# Allowed error over the norm of the expected result: that of float32 sums of a few thousand terms through two matmuls,
+# and in units of a reduced dtype's rounding; and how much more one element may have.
+TOLERANCE, ROUNDINGS, SPIKE = 1e-4, 4.0, 16.0
+GLANCED = 8
 
 
-def _mesh(group: ProcessGroup) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
+class Drawn(Workload):
+    """A workload whose inputs are drawn twice, and take turns in place."""
 
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(case, group.rank(), device)
+        self.group, self.dtype = group, getattr(torch, case.dtype)
+        self._buffers: list[Tensor] = []
+        self._draws: list[list[Tensor]] = []
+        self._own_parts: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._at = 0
+        self._expected: dict[tuple[int, str], dict[str, Tensor]] = {}
+
+    def _normal(self, *shape: int, seed: int) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self.case.seed * 100 + seed)
+        return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+
+    def _draw(self, *shapes: tuple[int, int]) -> list[Tensor]:
+        """Return buffers for these inputs, with the first draw in them."""
+        self._draws = [[self._normal(*shape, seed=10 * i + j) for j, shape in enumerate(shapes)] for i in range(2)]
+        self._buffers = [each.clone() for each in self._draws[0]]
+        return self._buffers
+
+    def _follow(self, make: Callable[[], Tensor]) -> Tensor:
+        """Return this rank's part of the inputs, a copy that is made again at each turn."""
+        part = make().clone(memory_format=torch.contiguous_format)
+        self._own_parts.append((part, make))
+        return part
+
+    def turn(self, direction: str) -> None:
+        """Put the other draw into the inputs."""
+        self._at = 1 - self._at
+        for buffer, drawn in zip(self._buffers, self._draws[self._at], strict=True):
+            buffer.copy_(drawn)
+        for part, make in self._own_parts:
+            part.copy_(make())
+
+    def expected(self, direction: str) -> dict[str, Tensor]:
+        """Return this rank's part of each result of the present draw, in float64, made once."""
+        key = self._at, direction
+        if key not in self._expected:
+            self._expected[key] = self._exact(direction)
+        return self._expected[key]
+
+    def _exact(self, direction: str) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
+        """Return (largest error, its share of what is allowed); AssertionError if a result is wrong. NaN fails."""
+        if variant == "local":
+            return 0.0, 0.0
+        wanted = self.received(direction) if variant == "comm" else self.expected(direction)
+        outs = [out for each in results for out in (each if isinstance(each, list) else [each])]
+        # Surplus results are parts of the last one.
+        outs[len(wanted) - 1 :] = [torch.cat([each.flatten() for each in outs[len(wanted) - 1 :]])]
+        largest = ratio = 0.0
+        for (name, want), out in zip(wanted.items(), outs, strict=True):
+            error, share = self._off(out.reshape(want.shape), want)
+            where = f"{self.case}, {direction}, {variant}, rank {self.rank}: {name}"
+            assert share <= 1, f"{where} is off by {error:.1e} of its norm, {share:.1f} times what is allowed"
+            largest, ratio = max(largest, error), max(ratio, share)
+        return largest, ratio
+
+    def _off(self, out: Tensor, want: Tensor) -> tuple[float, float]:
+        # Return the error over the norm, and over what is allowed of the norm and of each element.
+        if not want.numel():
+            return 0.0, 0.0
+        allowed = max(TOLERANCE, ROUNDINGS * torch.finfo(self.dtype).eps)
+        error, scale = (out.double() - want).abs_(), want.norm() / want.numel() ** 0.5
+        norm = (error.norm() / want.norm()).item()
+        share = max(norm, (error.max() / scale).item() / SPIKE) / allowed
+        return norm, share if share == share else float("inf")
+
+    def glance(self, variant: str, results: Results, direction: str, place: float) -> None:
+        """Check a few rows of y, at `place` from 0 to 1; AssertionError if one is wrong."""
+        if variant in ("local", "comm") or isinstance(results[0], list):
+            return
+        want = next(iter(self.expected(direction).values()))
+        begin = int(place * max(0, want.shape[0] - GLANCED))
+        rows = slice(begin, begin + GLANCED)
+        _, share = self._off(results[0][rows], want[rows])
+        assert share <= SPIKE, f"{self.case}, {direction}, {variant}, rank {self.rank}: rows from {begin} on are wrong"
+
+    def _comm(self, direction: str) -> Runner:
+        # The backend's collectives of the pass, on tensors of its sizes.
+        n, sent = self.group.size(), traffic(self.case, direction)
+        given: dict[str, Any] = {"group": self.group, "schedule": "unfused"}
+        whole = self._whole(sent)
+        steps: list[Callable[[], Tensor]] = []
+        for (kind, _), x in zip(sent, whole, strict=True):
+            if kind == "all_reduce":
+                steps.append(partial(collectives.all_reduce, x, **given))
+                continue
+            sizes = even_sizes(x.shape[0], n)
+            own = chunk(x, 0, self.rank, sizes).clone() if kind == "all_gather" else x
+            steps.append(partial(getattr(collectives, kind), own, sizes=sizes, **given))
+        return lambda: tuple([step() for step in steps])
+
+    def _whole(self, sent: Sequence[tuple[str, int]]) -> list[Tensor]:
+        cols = [num_bytes // self.dtype.itemsize // self.case.M for _, num_bytes in sent]
+        return [self._normal(self.case.M, each, seed=90 + i) for i, each in enumerate(cols)]
+
+    def received(self, direction: str) -> dict[str, Tensor]:
+        """Return what `comm` gives: every rank sends the same whole tensor."""
+        n, sent, found = self.group.size(), traffic(self.case, direction), {}
+        for i, ((kind, _), x) in enumerate(zip(sent, self._whole(sent), strict=True)):
+            exact = x.double() * (1 if kind == "all_gather" else n)
+            scatters = kind == "reduce_scatter"
+            found[f"{kind} {i}"] = chunk(exact, 0, self.rank, even_sizes(x.shape[0], n)) if scatters else exact
+        return found
 
 
 class Dense(nn.Sequential):
@@ -78,356 +170,297 @@ class Dense(nn.Sequential):
         super().__init__(OrderedDict(up_proj=up, activation=nn.GELU(), down_proj=down))
 
 
-def mlp(group: ProcessGroup, schedule: str, M: int, num_in: int, hidden: int) -> LayerRuns:
-    """Return a tensor-parallel MLP with sequence parallelism, y = gelu(gather(x) @ up.T) @ down.T, reduce-scattered.
-
-    x and y [M / W, D], up [F, D], down [D, F]; forward and backward with all gradients.
-    """
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    rank, world_size = group.rank(), group.size()
-    torch.manual_seed(0)
-    dense = Dense(num_in, hidden)
-    styles = {
-        "up_proj": ColwiseParallel(input_layouts=Shard(0)), "down_proj": RowwiseParallel(output_layouts=Shard(0))
-    }  # fmt: skip
-    dtensor = parallelize_module(copy.deepcopy(dense), _mesh(group), styles)
-    torch.manual_seed(0)
-    ours = ParallelMLP(num_in, hidden, bias=False, group=group, schedule=schedule)
-    random = torch.Generator().manual_seed(1)
-    x, dy = torch.randn(M, num_in, generator=random), torch.randn(M, num_in, generator=random)
-    rows, features = (partial(chunk, rank=rank, sizes=even_sizes(length, world_size)) for length in (M, hidden))
-    mine, dmine = rows(x, 0).clone(), rows(dy, 0).clone()
-    local = Dense(num_in, even_sizes(hidden, world_size)[rank])
-    y, dx, dup, ddown = step(dense.double(), x.double(), dy.double())()
-    runners = {"dtensor": step(dtensor, mine, dmine), "fusedtp": step(ours, mine, dmine), "local": step(local, x, dy)}
-    return runners, {"y": rows(y, 0), "dx": rows(dx, 0), "dup": features(dup, 0), "ddown": features(ddown, 1)}
-
-
 class Projections(nn.Module):
-    """q, k and v of one input, side by side."""
+    """Linears of one input, their results side by side."""
 
     def __init__(self, num_in: int, widths: Sequence[int]) -> None:
         super().__init__()
-        for name, width in zip("qkv", widths, strict=True):
-            self.add_module(name, nn.Linear(num_in, width, bias=False))
+        for i, width in enumerate(widths):
+            self.add_module(f"w{i}", nn.Linear(num_in, width, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([getattr(self, name)(x) for name in "qkv"], -1)
+        return torch.cat([linear(x) for linear in self.children()], -1)
 
 
-def grouped(group: ProcessGroup, schedule: str, M: int, num_in: int, *widths: int) -> LayerRuns:
-    """Return q, k and v of one input, x [M / W, H] and three weights [N_i, H] split by rows; forward and backward.
-
-    - dtensor: ColwiseParallel(input_layouts=Shard(0)) on each linear, which gathers x and scatters its dx.
-    - dtensor_once: PrepareModuleInput gathers x for all three, whose gradients are added before they are scattered.
-    - fusedtp: a FusedGroup of the three, one gather and one scatter inside the matmuls.
-    - concatenated: FusedColwiseParallel on one linear with the rows of all three.
-
-    dtensor / local is an upper bound of the speed-up.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
-
-    rank, world_size, mesh = group.rank(), group.size(), _mesh(group)
-    torch.manual_seed(0)
-    dense = Projections(num_in, widths)
-    gathers = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
-    once = parallelize_module(copy.deepcopy(dense), mesh, gathers)
-
-    def own(wholes: Sequence[Tensor], dim: int = 0, which: int = rank) -> list[Tensor]:
-        # Return a rank's part of q, k and v.
-        return [chunk(each, dim, which, even_sizes(each.shape[dim], world_size)) for each in wholes]
-
-    weights = [getattr(dense, name).weight.detach() for name in "qkv"]
-    # Concatenate rank by rank, so that a rank's rows are its parts of q, k and v.
-    one = nn.Linear(num_in, sum(widths), bias=False)
-    one.weight = nn.Parameter(torch.cat([part for which in range(world_size) for part in own(weights, 0, which)]))
-    local = Projections(num_in, [len(part) for part in own(weights)])
-    options: dict[str, Any] = {"input_layouts": Shard(0), "schedule": schedule}
-    models: dict[str, nn.Module] = {
-        "dtensor": parallelize_module(
-            copy.deepcopy(dense), mesh, {name: ColwiseParallel(input_layouts=Shard(0)) for name in "qkv"}
-        ),
-        "dtensor_once": parallelize_module(once, mesh, {name: ColwiseParallel() for name in "qkv"}),
-        "fusedtp": parallelize_module(copy.deepcopy(dense), mesh, FusedGroup(*"qkv", **options)),
-        "concatenated": parallelize_module(one, mesh, FusedColwiseParallel(**options)),
-    }
-    random = torch.Generator().manual_seed(1)
-    x = torch.randn(M, num_in, generator=random)
-    dys = [torch.randn(M, width, generator=random) for width in widths]
-    (mine,), dy = own([x]), torch.cat(own(dys, 1), 1)
-    runners = {name: step(model, mine.clone(), dy) for name, model in models.items()} | {"local": step(local, x, dy)}
-    y, dx, *dws = step(dense.double(), x.double(), torch.cat(dys, 1).double())()
-    return runners, {"y": torch.cat(own(y.split(list(widths), 1), 1), 1), "dx": own([dx])[0], "dw": torch.cat(own(dws))}
+def rotated(x: Tensor) -> Tensor:
+    """Apply rotary positions; x [.., S, size] holds the whole sequence."""
+    half, sequence = x.shape[-1] // 2, x.shape[-2]
+    exponents = -torch.arange(half, device=x.device) / half
+    angle = torch.arange(sequence, device=x.device)[:, None] * 10_000**exponents
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
 
 
-def decode(group: ProcessGroup, schedule: str, M: int, N: int, K: int) -> LayerRuns:
-    """Return y = all_reduce(x @ w.T) + residual and its norm, x [M, K / W], w [N, K / W]; forward alone.
+class DecoderBlock(nn.Module):
+    """Llama's block on x [S, .., hidden], a rank's part of the sequence; the linears gather and scatter.
 
-    A decoder runs this after its attention and its MLP, for every token.
-
-    - torch: F.linear, dist.all_reduce by gloo, +=, F.rms_norm.
-    - dtensor: RowwiseParallel with a replicated output, +, nn.RMSNorm.
-    - fusedtp: linear_all_reduce(x, w, residual=.., norm_weight=..).
-    """
-    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
-
-    random = torch.Generator().manual_seed(0)
-    whole, residual = torch.randn(M, K, generator=random), torch.randn(M, N, generator=random)
-    scale = torch.rand(N, generator=random)
-    linear = nn.Linear(K, N, bias=False)
-    linear.weight = nn.Parameter(torch.randn(N, K, generator=random) / K**0.5)
-    features = even_sizes(K, group.size())
-    x, w = (chunk(each.detach(), 1, group.rank(), features).clone() for each in (whole, linear.weight))
-    y = F.linear(whole.double(), linear.weight.detach().double()) + residual.double()
-    split, norm = parallelize_module(linear, _mesh(group), RowwiseParallel()), nn.RMSNorm(N, EPS)
-    norm.weight = nn.Parameter(scale)
-
-    def by_hand(reduces: bool = True) -> Sequence[Tensor]:
-        y = F.linear(x, w)
-        if reduces:
-            dist.all_reduce(y, group=group)
-        y += residual
-        return F.rms_norm(y, (N,), scale, EPS), y
-
-    def by_dtensor() -> Sequence[Tensor]:
-        y = split(x) + residual
-        return norm(y), y
-
-    def ours() -> Sequence[Tensor]:
-        return fusedtp.linear_all_reduce(
-            x, w, group=group, schedule=schedule, residual=residual, norm_weight=scale, norm_eps=EPS
-        )  # fmt: skip
-
-    runners: dict[str, Step] = {
-        "torch": by_hand,
-        "dtensor": by_dtensor,
-        "fusedtp": ours,
-        "local": partial(by_hand, False),
-    }
-    return runners, {"normed": F.rms_norm(y, (N,), scale.double(), EPS), "y": y}
-
-
-@dataclass(frozen=True)
-class Suite:
-    """One layer, and its sizes by default.
-
-    - columns: names of a size's numbers in rows; the last takes the rest.
-    - split: indices of the numbers that ranks share evenly.
-    - over: baselines of the speed-ups, the fastest with its interval.
-    - variants: what others are, in words.
-    - calls: calls in a row that are timed together, from a barrier on.
+    - heads, kv_heads: of this rank. Queries of a key-value head lie together with its key and value, and a feature's
+      gate with its up, so the rows of both weights can be cut anywhere.
+    - column, row: make the linears that gather, and those that scatter.
     """
 
-    make: Callable[..., LayerRuns]
-    layer: str
-    columns: tuple[str, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    split: tuple[int, ...]
-    world_sizes: tuple[int, ...] = (2,)
-    over: tuple[str, ...] = ("dtensor",)
-    seconds: float = 10.0
-    has_backward: bool = True
-    variants: str = ""
-    calls: int = 1
+    def __init__(
+        self, sizes: BlockSizes, parts: int = 1, column: Callable[..., nn.Module] = nn.Linear,
+        row: Callable[..., nn.Module] = nn.Linear,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden, self.size, self.queries = sizes.hidden, sizes.head_dim, sizes.heads // sizes.kv_heads
+        self.gated, kv_heads, intermediate = sizes.gated, sizes.kv_heads // parts, sizes.intermediate // parts
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv = column(hidden, kv_heads * (self.queries + 2) * self.size, bias=False)
+        self.out = row(kv_heads * self.queries * self.size, hidden, bias=False)
+        self.up = column(hidden, (1 + sizes.gated) * intermediate, bias=False)
+        self.down = row(intermediate, hidden, bias=False)
 
-    def check_size(self, size: Sequence[int], world_size: int) -> None:
-        """Raise ValueError for lengths that torch's styles do not split: they need equal shards."""
-        told = ",".join(map(str, size))
-        if world_size < 2:
-            raise ValueError(f"a layer is split over two ranks or more, got {world_size}")
-        if len(size) != len(self.sizes[0]):
-            raise ValueError(f"a size is {','.join(self.columns).replace('widths', 'Nq,Nk,Nv')}, got {told}")
-        if any(size[place] % world_size for place in self.split):
-            raise ValueError(f"lengths that are split must be multiples of the {world_size} ranks, got {told}")
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))
+        up = self.up(self.mlp_norm(x))
+        if not self.gated:
+            return x + self.down(F.gelu(up))  # type: ignore[no-any-return]
+        gate, up = up.unflatten(-1, (-1, 2)).unbind(-1)
+        return x + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
-
-SUITES = {
-    # Two large sizes, and two small ones that show the host's share.
-    "mlp": Suite(
-        mlp, "ParallelMLP, GELU, no bias, sequence-parallel, forward + backward", ("M", "D", "F"),
-        ((2048, 1024, 4096), (4096, 2048, 1024), (256, 512, 2048), (16, 512, 2048)), (0, 2),
-    ),
-    # Equal numbers of heads, and grouped queries.
-    "grouped": Suite(
-        grouped, "q, k, v, forward + backward", ("M", "H", "widths"),
-        ((2048, 512, 512, 512, 512), (2048, 512, 512, 128, 128), (4096, 1024, 1024, 1024, 1024),
-         (4096, 1024, 1024, 256, 256)), (0, 2, 3, 4), seconds=20.0,
-        variants="dtensor_once: torch's styles, gathering once. concatenated: q, k, v as one linear. ",
-    ),
-    # N, K: an output projection, and the second linear of an MLP.
-    "decode": Suite(
-        decode, "linear, all-reduce, residual, RMSNorm; forward", ("M", "N", "K"),
-        tuple((M, N, K) for N, K in ((1024, 1024), (1024, 2816), (2048, 2048)) for M in (1, 4, 16, 64)), (2,), (2, 4),
-        ("dtensor", "torch"), 6.0, False,
-        "torch: F.linear, all_reduce, +=, F.rms_norm. Times are of one of 8 calls in a row, as a decoder makes them. ",
-        calls=8,
-    ),
-}  # fmt: skip
+    def _attend(self, qkv: Tensor) -> Tensor:
+        # [S, .., kv heads here * (queries + 2) * size] -> [.., kv heads, queries or 1, S, size] each
+        heads = qkv.unflatten(-1, (-1, self.queries + 2, self.size)).movedim(0, -2)
+        query, key, value = heads.split([self.queries, 1, 1], -3)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True)
+        query, key = rotated(query), rotated(key)
+        if qkv.dtype == torch.float64 and qkv.dim() == 2:
+            # The reference: a head at a time, as the scores of all may not fit.
+            once: Any = partial(torch.utils.checkpoint.checkpoint, attend, use_reentrant=False)
+            attended = torch.stack([once(*each) for each in zip(query, key, value, strict=True)])
+        else:
+            shape = query.shape
+            attended = attend(query, key.expand(shape), value.expand(shape))
+        return attended.movedim(-2, 0).flatten(-3)
 
 
-def compare(group: ProcessGroup, name: str, size: Sequence[int], seconds: float) -> dict[str, Timing]:
-    """Check one size on this rank, and return timings by variant. AssertionError for a wrong result or gradient."""
-    suite = SUITES[name]
-    runners, expected = suite.make(group, "auto", *size)
-    with torch.inference_mode(not suite.has_backward):
-        for variant in runners.keys() - {"local"}:
-            outs = list(finished(runners[variant]()))
-            outs[len(expected) - 1 :] = [torch.cat(outs[len(expected) - 1 :])]
-            for (what, want), got in zip(expected.items(), outs, strict=True):
-                error = ((got.double() - want).norm() / want.norm()).item()
-                assert error < TOLERANCE, f"{variant}: {what} is off by {error:.1e} of its norm at {size}"
-        rows = {name: partial(_in_a_row, run, suite.calls) for name, run in runners.items()}
-        timings = measure(rows, group, torch.device("cpu"), seconds=seconds)
-    return {name: Timing.of([ms / suite.calls for ms in timing.rounds_ms]) for name, timing in timings.items()}
+def step(model: nn.Module, x: Tensor, dy: Tensor) -> Runner:
+    """Return the closure of forward and backward: y, dx and the gradients of the parameters, which it resets."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def run() -> Results:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = model(leaf)
+            y.backward(dy)
+        grads = [leaf.grad, *(parameter.grad for parameter in parameters)]
+        for parameter in parameters:
+            parameter.grad = None
+        return (y.detach(), *(grad for grad in grads if grad is not None))
+
+    return run
 
 
-def _in_a_row(run: Step, calls: int) -> None:
-    # A call's results are there before the next call, as if a layer had used them.
-    for _ in range(calls):
-        finished(run())
+class Layer(Drawn):
+    """An MLP, several linears of one input, or a block: forward, and forward with backward."""
 
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(case, group, device)
+        self._rows = even_sizes(case.M, group.size())
+        self.x, self.dy = self._draw((case.M, case.K), (case.M, sum(case.widths) or case.K))
+        self.x_own = self._follow(lambda: chunk(self.x, 0, self.rank, self._rows))
+        self.dy_own = self._follow(lambda: self._own(self.dy))
+        torch.manual_seed(case.seed)
+        self.dense = self._made(1)
+        # Dims along which the weights are split, in their order.
+        self.dims = {"mlp": (0, 1), "grouped": (0,) * len(case.widths), "block": (0, 1, 0, 1)}[case.op]
 
-def table(suite: Suite, frame: pd.DataFrame) -> CellTable:
-    """Return the medians of every size, fusedtp's speed-ups, and the least one's interval with a verdict."""
-    lines = []
-    for (*size, ranks), part in frame.groupby([*suite.columns, "world_size"], sort=False):
-        ours = part[part.variant == "fusedtp"].iloc[0]
-        low, high = ours[["speedup_low", "speedup_high"]]
-        verdict = "faster" if low > 1 else "slower" if high < 1 else "no difference"
-        lines.append({
-            " x ".join(suite.columns): " x ".join(map(str, size)), "ranks": ranks,
-            **{f"{name}\nms": ms for name, ms in zip(part.variant, part.median_ms, strict=True)},
-            **{f"{name}\nover": ours[f"speedup_vs_{name}"] for name in suite.over[::-1]},
-            "95 %\ninterval": f"{low:.2f}-{high:.2f}",
-            f"against\n{suite.over[0] if len(suite.over) == 1 else 'fastest'}": verdict,
-        })  # fmt: skip
-    return CellTable.of("layers", suite.layer, lines, optional=("concatenated", "dtensor_once", "local"))
-
-
-def warnings(suite: Suite, frame: pd.DataFrame) -> str:
-    """Return `careful` of the frame's rounds."""
-    groups = [part for _, part in frame.groupby([*suite.columns, "world_size"], sort=False)]
-    return careful([Timing.of([*map(float, text.split())]) for text in part["rounds_ms"]] for part in groups)
-
-
-def rows_of(suite: Suite, size: Sequence[int], world_size: int, timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
-    """Return tidy rows, one a variant, with machine, commit and versions."""
-    last = len(suite.columns) - 1
-    lengths = (*size[:last], size[last] if len(size) == last + 1 else " ".join(map(str, size[last:])))
-    about = {"layer": suite.layer, **dict(zip(suite.columns, lengths, strict=True)), "world_size": world_size}
-    rows, shared = [], origin(describe(), suite.make.__name__)
-    for variant, timing in timings.items():
-        found = {name: ratio(timings[name], timing) for name in suite.over}
-        fastest = min(found.values(), key=lambda each: each.ratio)
-        speedup = {f"speedup_vs_{name}": each.ratio for name, each in found.items()}
-        speedup |= {"speedup_low": fastest.low, "speedup_high": fastest.high}
-        rounds = {name: cell(getattr(timing, name)) for name in ("rounds_ms", "launches")}
-        rows.append({
-            **about, "dtype": "float32", "variant": variant, **asdict(timing), **rounds, **speedup, "gate": "passed",
-            **shared,
-        })  # fmt: skip
-    return rows
-
-
-def run(
-    name: str, world_sizes: Sequence[int], sizes: Sequence[Sequence[int]], seconds: float,
-    said: Callable[[str], object], done: Callable[[], object] = lambda: None,
-) -> pd.DataFrame:  # fmt: skip
-    """Time every size on ranks started here. Return the rows, without those of sizes whose ranks died.
-
-    `said` is called for deaths of ranks, `done` after each size.
-    """
-    suite, rows = SUITES[name], []
-    for world_size in world_sizes:
-        with RankPool(world_size, timeout=300) as pool:
-            for size in dict.fromkeys(sizes):
-                for timings in (pool.run_again(compare, name, size, seconds, told=said) or ())[:1]:
-                    rows += rows_of(suite, size, world_size, timings)
-                done()
-    return pd.DataFrame(rows)
-
-
-ROWS, FEATURES, CALLS, BATCH = 8, 64, 200, 10
-
-
-def _us(call: Callable[[], object], times: int = CALLS) -> float:
-    # Return the microseconds of a call.
-    begin = time.perf_counter_ns()
-    for _ in range(times):
-        call()
-    return (time.perf_counter_ns() - begin) / times / 1e3
-
-
-def time_overhead(group: ProcessGroup, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return by direction and round the microseconds of `all_gather_linear` beyond its work, and of F.linear.
-
-    On one rank the overhead is the time beyond F.linear, in short batches in turn, as one batch may take many times as
-    long on a busy machine. On more ranks it is the time outside of spans (`fusedtp.trace`), measured in separate calls
-    right before, as recording takes time. Backward includes torch's autograd engine, like F.linear of the whole rows.
-    """
-    schedule = "decomposed" if group.size() > 1 else "auto"
-    x, weight = torch.randn(ROWS, FEATURES, requires_grad=True), torch.randn(FEATURES, FEATURES, requires_grad=True)
-    out = torch.randn(ROWS * group.size(), FEATURES)
-    whole = torch.randn(ROWS * group.size(), FEATURES, requires_grad=True)
-
-    def ours() -> Any:
-        return fusedtp.all_gather_linear(x, weight, group=group, schedule=schedule)
-
-    calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "forward": (ours, lambda: F.linear(whole, weight)),
-        "both": (lambda: ours().backward(out), lambda: F.linear(whole, weight).backward(out)),
-    }
-    found: dict[str, list[tuple[float, float]]] = {direction: [] for direction in calls}
-    for turn in range(rounds + 1):
-        for direction, (call, linear) in calls.items():
-            if group.size() == 1:
-                pairs = [(_us(linear, BATCH), _us(call, BATCH)) for _ in range(CALLS // BATCH)]
-                linear_us = statistics.median(its for its, _ in pairs)
-                each = statistics.median(ours - its for its, ours in pairs), linear_us
+    def _made(self, parts: int) -> nn.Module:
+        # Return the layer in plain torch, or one of so many parts of its arithmetic.
+        case = self.case
+        with torch.device(self.device):
+            if case.op == "block":
+                layer: nn.Module = DecoderBlock(case.sizes or MODELS[case.model], parts)
+                # Weights of norms stay, as their gradients would need an all-reduce of their own.
+                for norm in (layer.attention_norm, layer.mlp_norm):
+                    norm.requires_grad_(False)
+            elif case.op == "mlp":
+                layer = Dense(case.K, case.N // parts)
             else:
-                linear_us = _us(linear)
-                with trace.recording() as spans:
-                    _us(call)
-                inside = sum(span.end_ns - span.begin_ns for span in spans) / CALLS / 1e3
-                each = _us(call) - inside, linear_us
-            if turn:
-                found[direction].append(each)
-    return found
+                layer = Projections(case.K, [width // parts for width in case.widths])
+            return layer.to(self.dtype)
+
+    def _own(self, y: Tensor) -> Tensor:
+        # Return this rank's part of y or dy: rows, or features of several results side by side.
+        if not self.case.widths:
+            return chunk(y, 0, self.rank, self._rows)
+        parts = y.split(list(self.case.widths), -1)
+        return torch.cat([part.chunk(self.group.size(), -1)[self.rank] for part in parts], -1)
+
+    def _exact(self, direction: str) -> dict[str, Tensor]:
+        dense = copy.deepcopy(self.dense).double()
+        if direction == "forward":
+            with torch.no_grad():
+                return {"y": self._own(dense(self.x.double()))}
+        y, dx, *dws = step(dense, self.x.double(), self.dy.double())()
+        n = self.group.size()
+        own = [chunk(each, dim, self.rank, even_sizes(each.shape[dim], n)).flatten()  # type: ignore[arg-type]
+               for each, dim in zip(dws, self.dims, strict=True)]  # fmt: skip
+        return {"y": self._own(y), "dx": chunk(dx, 0, self.rank, self._rows), "dw": torch.cat(own)}  # type: ignore[arg-type]
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        if variant == "comm":
+            return self._comm(direction)
+        if variant == "local":
+            model, x, dy = self._made(self.group.size()), self.x, self.dy_own if self.case.widths else self.dy
+        else:
+            model, x, dy = self._parallel(variant), self.x_own, self.dy_own
+        if direction == "forward":
+            return lambda: (model(x),)
+        return step(model, x, dy)
+
+    def _parallel(self, variant: str) -> nn.Module:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            PrepareModuleInput,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        case, ours = self.case, variant in (*SCHEDULES, "auto")
+        mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
+        rows: Any = Shard(0)
+        options: dict[str, Any] = {"input_layouts": rows, **({"schedule": variant} if ours else {})}
+        column = FusedColwiseParallel if ours or variant == "concatenated" else ColwiseParallel
+        if case.op == "mlp" and ours:
+            model = ParallelMLP(
+                case.K, case.N, bias=False, group=self.group, schedule=variant, device=self.device, dtype=self.dtype
+            )
+            for own, whole, dim in zip(model.parameters(), self.dense.parameters(), (0, 1), strict=True):
+                part = chunk(whole.detach(), dim, self.rank, even_sizes(whole.shape[dim], self.group.size()))
+                own.data.to_local().copy_(part)  # type: ignore[attr-defined]
+            return model
+        model = copy.deepcopy(self.dense)
+        if variant == "concatenated":
+            # Rank by rank, so that a rank's rows are its parts of all weights.
+            n, weights = self.group.size(), [each.weight.detach() for each in self.dense.children()]
+            one = nn.Linear(case.K, sum(case.widths), bias=False, device=self.device, dtype=self.dtype)
+            parts = [weight.chunk(n)[rank] for rank in range(n) for weight in weights]
+            one.weight = nn.Parameter(torch.cat(parts))
+            return parallelize_module(one, mesh, column(**options))
+        if case.op == "grouped":
+            names = [name for name, _ in self.dense.named_children()]
+            if ours:
+                return parallelize_module(model, mesh, FusedGroup(*names, **options))
+            once = variant == "dtensor_once"
+            if once:
+                gathers = PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
+                model = parallelize_module(model, mesh, gathers)
+            style = ColwiseParallel() if once else column(**options)
+            return parallelize_module(model, mesh, {name: style for name in names})
+        row = (FusedRowwiseParallel if ours else RowwiseParallel)(
+            output_layouts=rows, **({"schedule": variant} if ours else {})
+        )
+        names = ["qkv", "out", "up", "down"] if case.op == "block" else ["up_proj", "down_proj"]
+        return parallelize_module(model, mesh, {name: (column(**options), row)[i % 2] for i, name in enumerate(names)})
 
 
-def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) -> pd.DataFrame:
-    """Append a row for each number of ranks and direction: medians and quartiles of the slowest rank's time.
+class Decode(Drawn):
+    """y = all_reduce(x @ w.T) + residual and its norm, forward alone: a decoder's, after attention and after its MLP."""
 
-    `done` is called after each number of ranks.
-    """
-    machine, rows = describe(), []
-    with RankPool(2) as pool:
-        for world_size in (1, 2):
-            replies = pool.run(time_overhead, rounds, world_size=world_size)
-            for direction in replies[0]:
-                slowest = [max(each) for each in zip(*(reply[direction] for reply in replies), strict=True)]
-                quarters = statistics.quantiles([ours for ours, _ in slowest], n=4)
-                linear_us = statistics.median(its for _, its in slowest)
-                rows.append({
-                    **origin(machine), "world_size": world_size, "direction": direction,
-                    "rows": ROWS, "features": FEATURES,
-                    "overhead_us": round(quarters[1], 1), "q1_us": round(quarters[0], 1),
-                    "q3_us": round(quarters[2], 1), "linear_us": round(linear_us, 1),
-                })  # fmt: skip
-            done()
-    frame = pd.DataFrame(rows)
-    # Rows of an older file may have fewer columns.
-    before = [pd.read_csv(out, keep_default_na=False, dtype=str)] if out.exists() else []
-    pd.concat([*before, frame]).to_csv(out, index=False)
-    return frame
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(case, group, device)
+        (self.whole,) = self._draw((case.M, case.K))
+        self.residual, self.scale = self._normal(case.M, case.N, seed=30), self._normal(1, case.N, seed=31)[0].abs()
+        self.weight = self._normal(case.N, case.K, seed=32) / case.K**0.5
+        self.features = even_sizes(case.K, group.size())
+        self.x = self._follow(lambda: chunk(self.whole, 1, self.rank, self.features))
+        self.w = chunk(self.weight, 1, self.rank, self.features).clone()
+
+    def _exact(self, direction: str) -> dict[str, Tensor]:
+        y = F.linear(self.whole.double(), self.weight.double()) + self.residual.double()
+        return {"normed": F.rms_norm(y, (self.case.N,), self.scale.double(), EPS), "y": y}
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+        x, w, residual, scale, shape = self.x, self.w, self.residual, self.scale, (self.case.N,)
+        if variant == "comm":
+            return self._comm(direction)
+        if variant in ("torch", "local"):
+
+            def by_hand() -> Results:
+                y = F.linear(x, w)
+                if variant == "torch":
+                    dist.all_reduce(y, group=self.group)
+                y += residual
+                return F.rms_norm(y, shape, scale, EPS), y
+
+            return by_hand
+        if variant == "dtensor":
+            linear = nn.Linear(self.case.K, self.case.N, bias=False, device="meta")
+            linear.weight = nn.Parameter(self.weight.clone())
+            mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
+            split = parallelize_module(linear, mesh, RowwiseParallel())
+
+            def by_dtensor() -> Results:
+                y = split(x) + residual
+                return F.rms_norm(y, shape, scale, EPS), y
+
+            return by_dtensor
+        given: dict[str, Any] = {"group": self.group, "schedule": variant}
+        return lambda: fusedtp.linear_all_reduce(x, w, **given, residual=residual, norm_weight=scale, norm_eps=EPS)  # type: ignore[return-value]
 
 
-def overhead_table(frame: pd.DataFrame) -> CellTable:
-    """Return the table of a call's overhead."""
-    columns = {"world_size": "ranks", "direction": "direction", "overhead_us": "overhead\nus", "q1_us": "25 %\nus",
-               "q3_us": "75 %\nus", "linear_us": "F.linear\nus"}  # fmt: skip
-    title = f"A call less its matmul, copies and waits, {ROWS} x {FEATURES} a rank"
-    return CellTable.of("overhead", title, frame[list(columns)].rename(columns=columns))
+class Collective(Drawn):
+    """A collective of a tensor [M, N], of which every rank reduces other rows."""
+
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(case, group, device)
+        (self.whole,) = self._draw((case.M, case.N))
+        self._rows = even_sizes(case.M, group.size())
+        self.x = self._follow(self._sent)
+
+    def _sent(self) -> Tensor:
+        own = partial(chunk, self.whole, 0, self.rank, self._rows)
+        return own() if TABLE[self.case.op].kind == "gather" else self.whole.roll(self.rank, 0)
+
+    def _exact(self, direction: str) -> dict[str, Tensor]:
+        kind = TABLE[self.case.op].kind
+        if kind == "gather":
+            return {"whole": self.whole.double()}
+        total = sum(self.whole.double().roll(rank, 0) for rank in range(self.group.size()))
+        assert isinstance(total, Tensor)
+        return {"sum": total if kind == "all_reduce" else chunk(total, 0, self.rank, self._rows).clone()}
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        op, x = self.case.op, self.x
+        if variant in SYMMETRIC:
+            return self._symmetric(variant)
+        given: dict[str, Any] = {"group": self.group, "schedule": variant}
+        if op != "all_reduce":
+            given["sizes"] = self._rows
+        call = partial(getattr(collectives, op), x, **given)
+        return lambda: (call(),)
+
+    def _symmetric(self, variant: str) -> Runner:
+        # torch/csrc/distributed/c10d/symm_mem, 2.11 to 2.13. The input lies outside of symmetric memory, as the result
+        # of an earlier op would.
+        x, name, ops = self.x, self.group.group_name, torch.ops.symm_mem
+        buffer = torch_private.symmetric_empty(x.nbytes, self.device).view(x.dtype).view(x.shape)
+        handle = torch_private.symmetric_rendezvous(buffer, name)
+        if variant == "multimem" and not handle.multicast_ptr:
+            raise Missing("this memory has no address of all ranks (NVLS)")
+
+        def run() -> Results:
+            if variant == "one_shot":
+                return (ops.one_shot_all_reduce_copy(buffer, x, "sum", name),)
+            buffer.copy_(x)
+            if variant == "two_shot":
+                return (ops.two_shot_all_reduce_out(buffer, "sum", name, torch.empty_like(x)),)
+            return (ops.multimem_all_reduce_(buffer, "sum", name),)
+
+        return run
+
+
+# torch's own all-reduces.
+SYMMETRIC = ("one_shot", "two_shot", "multimem")
+SETUPS: Mapping[str, type[Drawn]] = {
+    "mlp": Layer, "grouped": Layer, "block": Layer, "decode": Decode, **dict.fromkeys(COLLECTIVES, Collective)
+}  # fmt: skip

@@ -61,6 +61,57 @@ def describe() -> Machine:
     )
 
 
+def gpu_software() -> dict[str, str]:
+    """Return the columns that rows of GPUs have besides: versions of CUDA and NCCL, and the settings NCCL_*."""
+    import torch
+
+    settings = " ".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("NCCL_"))
+    return {"cuda": torch.version.cuda or "", "nccl": ".".join(map(str, nccl_version())), "nccl_env": settings}
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Return the version of torch's NCCL, or ()."""
+    import torch
+
+    try:
+        return tuple(torch.cuda.nccl.version())
+    except (AttributeError, RuntimeError):
+        return ()
+
+
+# Reasons for clocks below the highest, by their bits in nvml.h (nvmlClocksEventReason*); idle is none.
+_THROTTLED = {
+    1 << 1: "clocks set", 1 << 2: "power cap", 1 << 3: "hardware", 1 << 4: "sync boost", 1 << 5: "software thermal",
+    1 << 6: "hardware thermal", 1 << 7: "power brake",
+}  # fmt: skip
+
+
+def gpu_state(index: int) -> str:
+    """Return the clocks, power, temperature and throttle reasons of a GPU by NVML, as text; "" without pynvml."""
+    try:
+        import pynvml as nvml  # type: ignore[import-not-found]
+
+        nvml.nvmlInit()
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByIndex(_nvml_index(index))
+            clocks = [nvml.nvmlDeviceGetClockInfo(gpu, kind) for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)]
+            power, heat = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, nvml.nvmlDeviceGetTemperature(gpu, 0)
+            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        finally:
+            nvml.nvmlShutdown()
+    except Exception:
+        # Not there, not allowed, or another version: what is measured does not depend on it.
+        return ""
+    reasons = ", ".join(name for bit, name in _THROTTLED.items() if bits & bit)
+    return f"SM {clocks[0]} MHz, memory {clocks[1]} MHz, {power:.0f} W, {heat} C, throttled: {reasons or 'no'}"
+
+
+def _nvml_index(index: int) -> int:
+    # NVML numbers all GPUs of the machine, CUDA those that are visible.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return int(visible[index]) if index < len(visible) and visible[index].isdecimal() else index
+
+
 def slug(text: str) -> str:
     """Return the text as lower case letters, digits and dashes: "cpu AMD EPYC 2c" -> "cpu-amd-epyc-2c"."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)", " ", text.lower())).strip("-")

@@ -71,22 +71,70 @@ def device_here() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class Operands:
+class Workload:
+    """One case on this rank of a group: closures that run each variant, and the check of what they return.
+
+    `runner` and `check` are collective. said: the answer of a variant that gives one.
+    """
+
+    said = ""
+
+    def __init__(self, case: Case, rank: int, device: torch.device) -> None:
+        self.case, self.rank, self.device = case, rank, device
+        self._runners: dict[tuple[str, str], Runner] = {}
+
+    def runner(self, variant: str, direction: str = "forward") -> Runner:
+        """Return the closure to time, whose results are `finished`. Made once: a backward pass needs a forward pass."""
+        if (variant, direction) not in self._runners:
+            self._runners[variant, direction] = self._runner(variant, direction)
+        run = self._runners[variant, direction]
+        return lambda: finished(run())
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        raise NotImplementedError
+
+    def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
+        """Return (largest error, largest error / allowed error) on this rank; AssertionError if a part is wrong."""
+        raise NotImplementedError
+
+    def glance(self, variant: str, results: Results, direction: str, place: float) -> None:
+        """Check a few rows of each result, at `place` from 0 to 1; AssertionError if one is wrong."""
+
+    def turn(self, direction: str) -> None:
+        """Change the inputs of a pass in place, so that its results must change."""
+
+    def restore(self) -> None:
+        """Undo all turns."""
+
+    def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
+        """Free the closures' graphs, gathered tensors and arenas. Collective, as `close` of some closures is.
+
+        before: called with direction and variant ahead of each `close`.
+        """
+        for (variant, direction), run in self._runners.items():
+            if close := getattr(run, "close", None):
+                before(direction, variant)
+                close()
+        self.restore()
+        self._runners = {}
+
+
+class Operands(Workload):
     """x, w and dy of `case`: this rank's shards, in the layout of the op, and whole. Made without communication."""
 
     def __init__(self, case: Case, rank: int, device: torch.device) -> None:
-        self.case, self.device = case, device
+        super().__init__(case, rank, device)
         # dtype of the results, and of the operands unless float8.
         self.dtype: torch.dtype = getattr(torch, made_of(case.dtype))
         self.gathers = case.kind == "gather"
         self.m_sizes, self.n_sizes, self.k_sizes = (
             even_sizes(size, case.world_size) for size in (case.M, case.N, case.K)
         )
-        self._generator = torch.Generator().manual_seed(case.seed)
+        # A GPU draws as others of its kind do; a core would take seconds for a large matrix.
+        self._generator = torch.Generator(device).manual_seed(case.seed)
         self.x_whole = self._normal(case.M, case.K)  # [M, K]
         self.w_whole = self._normal(case.N, case.K)  # [N, K]
         self._dy_whole: Tensor | None = None
-        self.rank = rank
         if case.is_float8:
             self._quantize()
         # The values of this rank's shards, then the shards as functions get them.
@@ -100,7 +148,7 @@ class Operands:
         self._made_of: list[tuple[Tensor, str]] = []
 
     def _normal(self, rows: int, cols: int) -> Tensor:
-        return torch.randn(rows, cols, generator=self._generator).to(self.device, self.dtype)
+        return torch.randn(rows, cols, generator=self._generator, device=self.device).to(self.dtype)
 
     def _sizes(self, name: str, dim: int) -> tuple[int, ...]:
         return {"x": (self.m_sizes, self.k_sizes), "w": (self.n_sizes, self.k_sizes),
@@ -158,8 +206,9 @@ class Operands:
         self._double({name: 2 if self.doubled.get(name) == 1 else 1 for name in names})
 
     def restore(self) -> None:
-        """Undo all turns."""
+        """Undo all turns, and forget what runners have computed."""
         self._double({})
+        self._made_of = []
 
     def _double(self, times: dict[str, int]) -> None:
         before = [self.scale_of(part) for _, part in self._made_of]

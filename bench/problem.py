@@ -20,7 +20,7 @@ from fusedtp.schedules import SCHEDULES as TABLE
 
 from . import providers, sequential
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, SEQUENTIAL, Case, check_direction
-from .operands import Operands, Results, Runner, finished, is_unfinished, passes
+from .operands import Operands, Results, Runner, is_unfinished, passes
 
 # Rows of each result that `glance` checks.
 GLANCED = 8
@@ -43,7 +43,6 @@ class Problem(Operands):
     def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(case, group.rank(), device)
         self.group = group
-        self._runners: dict[tuple[str, str], Runner] = {}
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
         """Return the names of a variant's results."""
@@ -54,13 +53,6 @@ class Problem(Operands):
         else:
             forward, backward = ("y",), ("dx", "dw")
         return {"forward": forward, "backward": backward, "both": (*forward, *backward)}[direction]
-
-    def runner(self, variant: str, direction: str = "forward") -> Runner:
-        """Return the closure to time, whose results are `finished`. Made once: a backward pass needs a forward pass."""
-        if (variant, direction) not in self._runners:
-            self._runners[variant, direction] = self._runner(variant, direction)
-        run = self._runners[variant, direction]
-        return lambda: finished(run())
 
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
@@ -160,15 +152,3 @@ class Problem(Operands):
                 assert isinstance(part, Tensor), f"{own_part}: {name} is a {kind}, expected a tensor"
                 assert not is_unfinished(part), f"{own_part}: {name} is an unfinished {kind}: nobody waited for it"
         return names, own_part
-
-    def forget_runners(self, before: Callable[[str, str], None] = lambda direction, variant: None) -> None:
-        """Free the closures' graphs, gathered tensors and arenas. Collective, as `close` of some closures is.
-
-        before: called with direction and variant ahead of each `close`.
-        """
-        for (variant, direction), run in self._runners.items():
-            if close := getattr(run, "close", None):
-                before(direction, variant)
-                close()
-        self.restore()
-        self._runners, self._made_of = {}, []

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusedtp.files import read_text, replace, visible
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, OPS, SEQUENTIAL, Case, flops, traffic
+from .cases import ALONE, COLLECTIVES, DIRECTIONS, EVERY_DTYPE, EVERY_OP, MODELS, SEQUENTIAL, Case, flops, traffic
 from .digest import digest
-from .machine import Machine
+from .machine import Machine, gpu_software
 
 if TYPE_CHECKING:
     from .intervals import Timing
@@ -36,7 +36,7 @@ MAX_BYTES = 64 << 20
 # Characters that begin a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
-CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, bool]
+CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, tuple[int, ...], bool, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,10 @@ class Measurement:
     matmul, which overlap nothing), decomposed, fused, auto, and the baselines of other libraries. rounds_ms: every
     round's time, in the order that the variants of a case share; empty in older files. speedup_vs_unfused and
     speedup_vs_sequential are ratios of medians in this run: what a user gains, and what overlap gains. matmul_fraction:
-    the matmul's median over this one's. tflops: a rank's floating-point rate. algbw_gbps, busbw_gbps: of `comm`, by
-    nccl-tests' definitions. bound_ms: the longer of matmul and comm. hidden: the share of the time that sequential
+    the matmul's median over this one's; of a layer, that of a rank's arithmetic (local). tflops: a rank's floating-point
+    rate in matmuls. algbw_gbps, busbw_gbps: of `comm`, and of a collective alone, by nccl-tests' definitions. bound_ms:
+    the longer of matmul and comm. roofline: the share of that in this one's time. tokens_per_s: rows of all ranks in a
+    second. hidden: the share of the time that sequential
     takes beyond the matmul, and this variant does not; 0 where nothing overlaps. gate: "passed", "not run: " and the
     reason, or the error; only passed rows have numbers. error_ratio: the largest error over the allowed error.
     interpreted: ran in Triton's interpreter, checked and not timed. predicted: from a model, not a clock.
@@ -69,6 +71,8 @@ class Measurement:
     model: str = ""
     tokens: int = 0
     layer: str = ""
+    widths: tuple[int, ...] = ()
+    graph: bool = False
     median_ms: float | None = None
     p20_ms: float | None = None
     p80_ms: float | None = None
@@ -76,6 +80,10 @@ class Measurement:
     rounds: int = 0
     rounds_ms: tuple[float, ...] = ()
     launches: tuple[int, ...] = ()
+    host_us: float | None = None
+    late_rounds: int = 0
+    peak_bytes: float | None = None
+    tokens_per_s: float | None = None
     speedup_vs_unfused: float | None = None
     speedup_vs_sequential: float | None = None
     matmul_fraction: float | None = None
@@ -83,6 +91,7 @@ class Measurement:
     algbw_gbps: float | None = None
     busbw_gbps: float | None = None
     bound_ms: float | None = None
+    roofline: float | None = None
     hidden: float | None = None
     gate: str
     max_error: float | None = None
@@ -99,20 +108,28 @@ class Measurement:
     links: str = ""
     driver: str = ""
     threads: int = 0
+    nodes: int = 1
     backend: str = ""
     python: str = ""
     torch: str = ""
     triton: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    nccl_env: str = ""
     commit: str = ""
     dirty: bool = False
     digest: str = ""
+    gpu_before: str = ""
+    gpu_after: str = ""
+    load: float | None = None
     time_utc: str = ""
 
     @property
     def case(self) -> CaseKey:
         """Return the key that rows of one comparison share."""
         size = self.op, self.M, self.N, self.K, self.dtype, self.world_size
-        return *size, self.direction, self.model, self.tokens, self.layer, self.interpreted
+        of_model = self.model, self.tokens, self.layer
+        return *size, self.direction, *of_model, self.widths, self.graph, self.interpreted
 
     @property
     def passed(self) -> bool:
@@ -144,7 +161,10 @@ _WORDS = {
 _KINDS: dict[str, str] = {field.name: str(field.type) for field in fields(Measurement)}
 COLUMNS = tuple(_KINDS)
 # Columns that older files lack, and one that they have: the share of what unfused took beyond the matmul.
-_NEWER = ("rounds_ms", "launches", "speedup_vs_sequential", "hidden", "digest")
+_NEWER = (
+    "rounds_ms", "launches", "speedup_vs_sequential", "hidden", "digest", "widths", "graph", "host_us", "late_rounds",
+    "peak_bytes", "tokens_per_s", "roofline", "nodes", "cuda", "nccl", "nccl_env", "gpu_before", "gpu_after", "load",
+)  # fmt: skip
 _DROPPED = "overlap_efficiency"
 
 # Fields that all timed rows of a case share, as they are from one interleaved run.
@@ -153,13 +173,14 @@ _ORIGIN = ("commit", "dirty", "digest", "python", "torch", "triton", "driver", "
 _EQUAL = 1e-3
 
 # Valid names and ranges of numbers: outside them a row can be neither drawn nor compared.
-_KNOWN = {"op": OPS, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
+_KNOWN = {"op": EVERY_OP, "direction": DIRECTIONS, "dtype": EVERY_DTYPE}
 _LIMITS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("M", "N", "K", "world_size"), (1, 2**40)),
     **dict.fromkeys(("median_ms", "p20_ms", "p80_ms", "rounds_ms", "bound_ms"), (1e-9, 1e9)),
-    **dict.fromkeys(("speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction"), (1e-18, 1e18)),
+    **dict.fromkeys(("speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction", "roofline"), (1e-18, 1e18)),
     **dict.fromkeys(("tflops", "algbw_gbps", "busbw_gbps"), (0, 1e12)),
-    **dict.fromkeys(("total_ms", "max_error", "error_ratio"), (0, math.inf)),
+    **dict.fromkeys(("total_ms", "max_error", "error_ratio", "host_us", "peak_bytes", "load"), (0, math.inf)),
+    **dict.fromkeys(("tokens_per_s",), (0, 1e18)),
 }
 
 
@@ -243,8 +264,11 @@ def _contradiction(rows: Mapping[int, Measurement]) -> tuple[int, str] | None:
             given = vars(Timing.of(row.rounds_ms))
             for name in ("median_ms", "p20_ms", "p80_ms", "total_ms"):
                 expected[name] = given[name], f"its rounds give {given[name]:.6g}"
-        case = Case(row.op, row.M, row.N, row.K, row.dtype, row.world_size)
-        for name, ratio in ratios(case, row.direction, row.variant, medians).items():
+        size = row.op, row.M, row.N, row.K, row.dtype, row.world_size
+        case = Case(*size, 0, row.model, row.tokens, row.layer, row.widths)
+        # The sizes of other models are not in their rows.
+        known = row.op != "block" or row.model in MODELS
+        for name, ratio in ratios(case, row.direction, row.variant, medians).items() if known else ():
             if ratio is not None:
                 expected[name] = ratio, f"the medians of its case give {ratio:.6g}"
         for name, (value, why) in expected.items():
@@ -287,10 +311,17 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
     return row
 
 
+def is_outdated(path: Path) -> bool:
+    """Return whether a file has rows of a layer as older versions wrote them, which `update` replaces."""
+    with path.open("rb") as file:
+        return file.read(6) == b"layer,"
+
+
 def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
     """Replace the file's rows of the same cases by `rows`; return all rows, old and new."""
     measured = {row.case for row in rows}
-    kept = [row for row in read(path) if row.case not in measured] if path.exists() else []
+    before = read(path) if path.exists() and not is_outdated(path) else []
+    kept = [row for row in before if row.case not in measured]
     together = [*kept, *rows]
     write(path, together)
     return together
@@ -314,6 +345,12 @@ class Outcome:
     threads: int = 0
     backend: str = ""
     not_run: str = ""
+    peak_bytes: float | None = None
+    graph: bool = False
+    nodes: int = 1
+    gpu_before: str = ""
+    gpu_after: str = ""
+    load: float | None = None
 
     @property
     def gate(self) -> str:
@@ -324,25 +361,29 @@ class Outcome:
 
 def ratios(case: Case, direction: str, variant: str, medians: Mapping[str, float]) -> dict[str, float | None]:
     """Return the columns of `variant`'s row that relate its median to the others; medians are in ms."""
-    names = (variant, "unfused", SEQUENTIAL, "matmul", "comm")
-    own, unfused, sequential, matmul, comm = (medians.get(name) for name in names)
+    own, unfused, sequential, comm = (medians.get(name) for name in (variant, "unfused", SEQUENTIAL, "comm"))
     if not own:
         return {}
-    n = case.world_size
+    matmul, n = medians.get("matmul") or medians.get("local"), case.world_size
     sent = traffic(case, direction) if n > 1 else []
     # A pass that sends nothing has only the matmul as its bound, and nothing to hide.
     bound = None if matmul is None else matmul if not sent else None if comm is None else max(matmul, comm)
-    if variant == "comm":
+    found: dict[str, float | None] = {"bound_ms": bound}
+    if sent and (variant == "comm" or case.op in COLLECTIVES):
         # Bytes per ms are kB/s; 1e6 kB/s are 1 GB/s.
-        algbw = sum(num_bytes for _, num_bytes in sent) / own / 1e6
-        busbw = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
-        return {"bound_ms": bound} | ({"algbw_gbps": algbw, "busbw_gbps": busbw} if sent else {})
-    found = {"bound_ms": bound, "tflops": flops(case, direction) / own / 1e9}
+        found["algbw_gbps"] = sum(num_bytes for _, num_bytes in sent) / own / 1e6
+        found["busbw_gbps"] = sum(num_bytes * _BUS[kind] * (n - 1) / n for kind, num_bytes in sent) / own / 1e6
     whole = variant not in ALONE
-    if (whole or variant == "own_matmul") and matmul:
-        found["matmul_fraction"] = matmul / own
     if whole and unfused:
         found["speedup_vs_unfused"] = unfused / own
+    if variant == "comm" or case.op in COLLECTIVES:
+        return found
+    found["tflops"] = flops(case, direction) / own / 1e9
+    if (whole or variant == "own_matmul") and matmul:
+        found["matmul_fraction"] = matmul / own
+    if whole:
+        found["tokens_per_s"] = case.M / own * 1e3
+        found["roofline"] = bound and bound / own
     if whole and sequential:
         found["speedup_vs_sequential"] = sequential / own
         if sent and matmul and sequential > matmul:
@@ -364,15 +405,18 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    shared = asdict(case) | origin(machine)
+    shared = {name: value for name, value in vars(case).items() if name != "sizes"} | origin(machine)
+    shared |= gpu_software() if machine.num_gpus else {}
     rows = []
     for outcome in outcomes:
         timing, verdict = outcome.timing, outcome.verdict
         derived = ratios(case, outcome.direction, outcome.variant, medians.get(outcome.direction, {}))
         values = shared | derived | (vars(timing) if timing else {})
         values |= {
-            name: getattr(outcome, name) for name in ("variant", "direction", "gate", "path", "threads", "backend")
-        }
+            name: getattr(outcome, name)
+            for name in ("variant", "direction", "gate", "path", "threads", "backend", "peak_bytes", "graph", "nodes",
+                         "gpu_before", "gpu_after", "load")
+        }  # fmt: skip
         if verdict is not None and not verdict.error:
             values |= {"max_error": verdict.max_error, "error_ratio": verdict.error_ratio}
         interpreted = outcome.variant in KERNELS and verdict is not None and not machine.num_gpus

@@ -24,15 +24,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import ranks
-from .cases import OWN, SCHEDULES
+from .cases import ALONE, OWN, SCHEDULES, SEQUENTIAL
 from .intervals import Timing
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
+from .suites import SUITE_OF
 from .timing import Verdict, gate, measure_checked
 
 # A rank of a launcher says after this time for whom it waits.
@@ -46,10 +48,10 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
 
     import fusedtp
 
+    from .machine import gpu_state
     from .operands import device_here
-    from .problem import Problem
 
-    device = device_here()
+    device, suite = device_here(), SUITE_OF[job.case.op]
     fusedtp.set_timeout(wait_seconds(job))
     steps = itertools.count()
     ranks.tell("")
@@ -57,35 +59,153 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
     def at(direction: str, variant: str) -> None:
         ranks.tell(f"{next(steps)} {direction} {variant}")
 
-    outcome = partial(Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)))
-    outcomes = list(job.absent)
+    def state() -> str:
+        return gpu_state(device.index) if device.type == "cuda" and job.timed else ""
+
+    outcome = partial(
+        Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)), nodes=num_nodes(group),
+        gpu_before=state(),
+    )  # fmt: skip
+    outcomes, once = [], job.is_long or suite.once
     with torch.no_grad():
-        problem = Problem(job.case, group, device)
+        problem = suite.setup(job.case, group, device)
         for direction in job.directions:
             verdicts: dict[str, Verdict] = {}
             paths: dict[str, str] = {}
+            peaks: dict[str, float | None] = {}
             variants = job.variants_of(direction)
             for variant in variants:
                 at(direction, variant)
-                verdicts |= gate(problem, (variant,), group, direction, once=job.is_long)
-                paths[variant] = _path(variant)
+                peak = Peak(device)
+                verdicts |= gate(problem, (variant,), group, direction, once=once, counted=peak)
+                paths[variant], peaks[variant] = problem.said or _path(variant), peak.num_bytes
             correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
-            runners: dict[str, Callable[[], object]] = {name: problem.runner(name, direction) for name in correct}
+            runners: dict[str, Callable[[], object]] = {}
+            for name in correct:
+                at(direction, name)
+                runners[name] = repeated(problem.runner(name, direction), suite.calls)
+                if job.graph:
+                    runners[name], why = captured(runners[name], group)
+                    paths[name] += f"; not captured: {why}" if why else "; captured"
             before = partial(at, direction)
             found = measure_checked(
                 problem, runners, group, direction, seconds=job.seconds, rounds=job.rounds, before=before
             )
             # A variant that is wrong in the timed rounds has no time.
-            timings = {name: timing for name, (timing, late) in found.items() if not late.error}
+            timings = {name: timing.each_of(suite.calls) for name, (timing, late) in found.items() if not late.error}
             verdicts |= {name: late for name, (_, late) in found.items() if late.error}
             outcomes += [
                 Outcome(name, direction, not_run=verdicts[name].missing) if verdicts[name].missing
-                else outcome(name, direction, verdicts[name], timings.get(name), paths[name])
+                else outcome(name, direction, verdicts[name], timings.get(name), paths[name].removeprefix("; "),
+                             peak_bytes=peaks[name], graph=job.graph)
                 for name in variants
             ]  # fmt: skip
             del runners
             problem.forget_runners(at)
-    return outcomes
+    conditions = {"gpu_after": state(), "load": os.getloadavg()[0] if job.timed else None}
+    return [*job.absent, *(replace(each, **conditions) for each in outcomes)]
+
+
+def repeated(run: Callable[[], Any], calls: int) -> Callable[[], Any]:
+    """Return a runner of so many calls in a row, each finished before the next, and the last one's results."""
+    if calls == 1:
+        return run
+
+    def runs() -> Any:
+        for _ in range(calls - 1):
+            run()
+        return run()
+
+    return runs
+
+
+def captured(run: Callable[[], Any], group: Any) -> tuple[Callable[[], Any], str]:
+    """Return the replay of a call that was captured as a CUDA graph, or the call and why not; collective.
+
+    A graph is used only if all ranks have captured it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    graph, results, why = torch.cuda.CUDAGraph(), None, ""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            results = run()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, why, group=group)
+    if why := next(filter(None, everyone), ""):
+        torch.cuda.synchronize()
+        return run, why
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay, ""
+
+
+class Peak:
+    """Context that counts the memory that a call takes beyond what is held before it; the last call counts.
+
+    On a GPU what torch allocates. On a CPU what is resident, by Linux, which misses what an allocator has kept.
+    `num_bytes` is None where nobody counts.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device, self._held = device, 0
+        self.num_bytes: float | None = None
+
+    def __enter__(self) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._held = torch.cuda.memory_allocated()
+            return
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+            self._held = self._resident("VmRSS")
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+            self.num_bytes = float(torch.cuda.max_memory_allocated() - self._held)
+        elif self._held:
+            self.num_bytes = float(max(0, self._resident("VmHWM") - self._held))
+
+    @staticmethod
+    def _resident(name: str) -> int:
+        found = re.search(rf"(?m)^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return 1024 * int(found[1]) if found else 0
+
+
+def num_nodes(group: Any) -> int:
+    """Return the number of hosts of a group's ranks, by their boot and their network; collective on the first call."""
+    import torch.distributed as dist
+
+    if group.group_name not in _nodes:
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            host = boot, os.readlink("/proc/self/ns/net")
+        except OSError:
+            host = socket.gethostname(), ""
+        hosts: list[Any] = [None] * group.size()
+        dist.all_gather_object(hosts, host, group=group)
+        _nodes[group.group_name] = len(set(hosts))
+    return _nodes[group.group_name]
+
+
+_nodes: dict[str, int] = {}
 
 
 def _path(variant: str) -> str:
@@ -137,7 +257,7 @@ def run_spawned(
             for at, job in enumerate(jobs):
                 if launch and not job.timed:
                     continue
-                outcomes = _run_on(pool, job, lost)
+                outcomes = run_on(pool, job, lost)
                 outcomes_of.setdefault(at, []).append(outcomes)
                 rows[at] = rows_of(job.case, together(outcomes_of[at]), machine)
                 if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
@@ -160,8 +280,9 @@ def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     return joined
 
 
-def _run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
-    # Run a job without the providers in `lost`, to which those are added in whose calls ranks fail.
+def run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
+    # Run a job without the providers in `lost`, to which those are added in whose calls ranks fail. A variant of ours
+    # in whose calls ranks fail is left out of this job alone: the others keep their times.
     left = job
     for name in lost:
         left = left.without(name, f"not tried again: it failed at {lost[name]}")
@@ -173,10 +294,12 @@ def _run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
             return outcomes
         except RankError as error:
             name, direction = blamed(error)
-            if name in OWN or name not in left.variants:
+            if name in ALONE or name == "unfused" or name not in left.variants:
                 return failed(left, str(error))
             text = f"{name} failed at {job.case}, {direction}: {error}"
-            left, lost[name] = left.without(name, Verdict(error=text)), str(job.case)
+            left = left.without(name, Verdict(error=text))
+            if name not in OWN:
+                lost[name] = str(job.case)
 
 
 class Launched(NamedTuple):
@@ -186,6 +309,12 @@ class Launched(NamedTuple):
     world_size: int
     host: str
     port: int
+    # Ranks on this node.
+    local: int
+
+    def num_gpus(self, on_node: int) -> int:
+        """Return the GPUs of all ranks, given those of this node: one for each, or fewer if ranks share them."""
+        return self.world_size if on_node >= self.local else on_node
 
     def __str__(self) -> str:
         return f"fusedtp takes itself for rank {self.rank} of {self.world_size}, as RANK and WORLD_SIZE are set"
@@ -212,7 +341,9 @@ def launched() -> Launched | None:
         numbers[name] = int(text)
     if not (host := os.environ.get("MASTER_ADDR")):
         raise ValueError(f"MASTER_ADDR of the environment is not set, while RANK and WORLD_SIZE are; {REMEDY}")
-    return Launched(numbers["RANK"], numbers["WORLD_SIZE"], host, numbers["MASTER_PORT"])
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    local_size = int(local) if re.fullmatch("[0-9]{1,9}", local) and int(local) else numbers["WORLD_SIZE"]
+    return Launched(numbers["RANK"], numbers["WORLD_SIZE"], host, numbers["MASTER_PORT"], local_size)
 
 
 def join(here: Launched, jobs: Sequence[Job]) -> None:
@@ -316,7 +447,8 @@ def run_launched(
 ) -> list[Measurement]:
     """Run the jobs as one rank of a launcher, after `join`.
 
-    Every rank calls this with the same jobs; rank 0 gets the rows.
+    Every rank calls this with the same jobs; rank 0 gets the rows. Where ranks do not share memory, as on several
+    nodes, what needs that is not run.
     """
     import torch.distributed as dist
 
@@ -327,11 +459,17 @@ def run_launched(
         dist.broadcast_object_list(agreed, 0)
         jobs = agreed[0]
         groups = {size: dist.new_group(list(range(size))) for size in sorted({job.case.world_size for job in jobs})}
+        apart: dict[int, str] = {}
         rows: list[Measurement] = []
         for job in jobs:
-            if rank < job.case.world_size <= world_size:
+            size = job.case.world_size
+            if rank < size <= world_size:
                 with bounded(seconds_of(job), str(job.case)):
-                    new = rows_of(job.case, run_job(groups[job.case.world_size], job), machine)
+                    if size not in apart:
+                        apart[size] = _apart(groups[size])
+                    for name in (SEQUENTIAL, "decomposed", "fused") if apart[size] else ():
+                        job = job.without(name, apart[size])
+                    new = rows_of(job.case, run_job(groups[size], job), machine)
                 rows += new
                 done(job, new)
             # Ranks outside the group must not start the next job's barrier while this job is timed.
@@ -339,3 +477,15 @@ def run_launched(
         return rows
     finally:
         dist.destroy_process_group()
+
+
+def _apart(group: Any) -> str:
+    # Return why the ranks of a group do not share memory, "" if they do; collective.
+    from fusedtp.workspaces import registry
+
+    from .operands import device_here
+
+    if group.size() == 1:
+        return ""
+    reached, detail = registry.reachable(group, device_here())
+    return "" if reached else f"ranks do not share memory: {detail.splitlines()[0]}"

@@ -1,8 +1,9 @@
 """The measuring protocol: gate first, then interleaved rounds whose times are the slowest rank's.
 
-Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op between two clock readings. A process
-without a group has no barrier: its stream spins until the host has issued the call, so that a GPU's work is timed and
-not the launch. The variants take turns within each round, starting one further every round, so drift affects all alike.
+Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op between two clock readings. On a GPU the
+stream spins between the barrier and the first reading, for longer than the host took to issue the call in the first
+round: the GPU's work is timed, and not the launches. Rounds in which the host took longer than the spin are counted
+(`Timing.late_rounds`): a call that waits for the GPU always does. The variants take turns within each round, starting one further every round, so drift affects all alike.
 Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
 the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles. The clock stops when
 everything that the op returned is finished (`operands.finished`), whichever variant it is.
@@ -17,7 +18,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +31,7 @@ from fusedtp import torch_private
 
 from .cases import BOUNDS, OWN
 from .intervals import Timing
-from .operands import Results, finished, is_unfinished
-from .problem import Problem
+from .operands import Results, Workload, finished, is_unfinished
 from .providers import Missing
 
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
@@ -40,8 +41,9 @@ KEPT_SECONDS = 0.5
 LONG_SECONDS, LONG_ROUNDS = 2.0, 3
 # Ranks that fail in the same call fail within this time of each other.
 AGREE_SECONDS = 3.0
-# Cycles at up to 2 GHz in which the host issues one launch, about 120 us; and both events.
-_LAUNCH_CYCLES, _EVENTS_CYCLES = 250_000, 250_000
+# The spin before a GPU's first reading: cycles of a millisecond at 2 GHz; milliseconds in the first round; from then on
+# twice the host's time in that round, within limits.
+_CYCLES_PER_MS, FIRST_MS, LEAST_MS, MOST_MS = 2_000_000, 10.0, 0.25, 100.0
 
 # Number of failures of a variant in a group: ranks count alike as long as they fail together.
 _failures: Counter[tuple[str, str]] = Counter()
@@ -70,13 +72,15 @@ class Verdict:
 
 
 def gate(
-    problem: Problem, variants: Sequence[str], group: ProcessGroup, direction: str = "forward", *, once: bool = False
-) -> dict[str, Verdict]:
+    problem: Workload, variants: Sequence[str], group: ProcessGroup, direction: str = "forward", *, once: bool = False,
+    counted: AbstractContextManager[object] = nullcontext(),
+) -> dict[str, Verdict]:  # fmt: skip
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
     A result is checked as it is when the call returns: one that is still being written, or waited for, is refused.
 
-    Variants run twice unless `once`, as flags and buffers left by a first call may break a second call.
+    Variants run twice unless `once`, as flags and buffers left by a first call may break a second call. Each call is in
+    the context `counted`.
     `ProviderFailed` if a provider raises on some of the ranks, as the ranks are then out of step.
     """
     verdicts = {}
@@ -85,7 +89,11 @@ def gate(
         try:
             run = problem.runner(variant, direction)
             # All calls come before the first check: a rank with a wrong result must not leave the others waiting.
-            results = [_copied(run()) for _ in range(1 if once or variant in BOUNDS else 2)]
+            for _ in range(1 if once or variant in BOUNDS else 2):
+                with counted:
+                    out = run()
+                results.append(_copied(out))
+                del out
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             if variant not in OWN and not _all_failed(group, variant):
@@ -137,7 +145,7 @@ def _all_failed(group: ProcessGroup, variant: str) -> bool:
 
 
 def measure_checked(
-    problem: Problem,
+    problem: Workload,
     runners: Mapping[str, Callable[[], Any]],
     group: ProcessGroup,
     direction: str,
@@ -187,7 +195,6 @@ def measure(
     before: Callable[[str], None] = lambda name: None,
     after: Callable[[str, Any, bool], None] = lambda name, result, is_last: None,
     turn: Callable[[], None] = lambda: None,
-    launches: int = 1,
 ) -> dict[str, Timing]:
     """Time the runners; all ranks of the group call this with the same names and get the same numbers.
 
@@ -197,42 +204,54 @@ def measure(
     - `before`: called with a runner's name ahead of each of its iterations.
     - `after`: called with the name, the finished result, and whether it is the runner's last, outside of the clock.
     - `turn`: called ahead of each round.
-    - `launches`: most kernels and copies that a runner issues; the device spins meanwhile.
     """
     if not runners:
         return {}
-    clock = _CudaClock(group, device, launches) if device.type == "cuda" else _HostClock(group)
+    clock = _CudaClock(group, device, tuple(runners)) if device.type == "cuda" else _HostClock(group)
     names = list(runners)
 
-    def iteration(name: str, is_last: bool) -> float:
+    def iteration(name: str, is_last: bool) -> tuple[float, float]:
         before(name)
-        elapsed_ms, result = clock.iteration(runners[name])
+        *times, result = clock.iteration(name, runners[name])
         after(name, result, is_last)
         # Freeing a large result returns pages to the system, which is not part of the op.
         del result
-        return elapsed_ms
+        return times[0], times[1]
 
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         turn()
-        first = [iteration(name, False) for name in names]
-        count, counted = _agree_on_rounds(sum(first) / 1e3, seconds, rounds, group, device)
-        times = torch.empty(len(names), count, dtype=torch.float64)
-        times[:, 0] = torch.tensor(first, dtype=torch.float64)
+        begin = time.perf_counter()
+        first = torch.tensor([iteration(name, False) for name in names], dtype=torch.float64)
+        # On a GPU a round takes longer than its calls: spins, flushes, barriers and checks are part of it.
+        spent = time.perf_counter() - begin if device.type == "cuda" else float(first[:, 0].sum()) / 1e3
+        clock.size([float(host_ms) for host_ms in _slowest(first[:, 1], group, device)])
+        count, counted = _agree_on_rounds(spent, seconds, rounds, group, device)
+        # By runner and round: milliseconds of the call, and of the host that issued it.
+        times = torch.empty(len(names), count, 2, dtype=torch.float64)
+        times[:, 0] = first
         for place in range(counted, count):
             turn()
             for step in range(len(names)):
                 which = (place + step) % len(names)
-                times[which, place] = iteration(names[which], place == count - 1)
+                times[which, place] = torch.tensor(iteration(names[which], place == count - 1))
     finally:
         if enabled:
             gc.enable()
+    found = {}
+    for name, slowest in zip(names, _slowest(times, group, device), strict=True):
+        timing = Timing.of(slowest[:, 0].tolist())
+        found[name] = clock.told(name, timing, slowest[:, 1])
+    return found
+
+
+def _slowest(times: Tensor, group: ProcessGroup | None, device: torch.device) -> Tensor:
     slowest = times.to(device)
     if group is not None:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    return {name: Timing.of(rounds_ms) for name, rounds_ms in zip(names, slowest.tolist(), strict=True)}
+    return slowest.cpu()
 
 
 def _agree_on_rounds(
@@ -258,34 +277,54 @@ class _HostClock:
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
 
-    def iteration(self, run: Callable[[], object]) -> tuple[float, Any]:
-        """Return the milliseconds of one call on this rank, and what it returned, finished."""
+    def iteration(self, name: str, run: Callable[[], object]) -> tuple[float, float, Any]:
+        """Return the milliseconds of one call on this rank, twice, and what it returned, finished."""
         if self._group is not None:
             dist.barrier(group=self._group)
         start = time.perf_counter()
         result = finished(run())
-        return (time.perf_counter() - start) * 1e3, result
+        elapsed_ms = (time.perf_counter() - start) * 1e3
+        return elapsed_ms, elapsed_ms, result
+
+    def size(self, host_ms: Sequence[float]) -> None:
+        """Take the host's times of the first round, which are the times of the calls."""
+
+    def told(self, name: str, timing: Timing, host_ms: Tensor) -> Timing:
+        """Return the timing as it is."""
+        return timing
 
 
 class _CudaClock:
-    """Device time between two events, after a barrier on the stream and with a cold L2 cache."""
+    """Device time between two events, with a cold L2 cache, behind a barrier on the stream and a spin."""
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, launches: int) -> None:
-        self._group, self._spin_cycles = group, _EVENTS_CYCLES + launches * _LAUNCH_CYCLES
+    def __init__(self, group: ProcessGroup | None, device: torch.device, names: Sequence[str]) -> None:
+        self._group, self._spin_ms = group, dict.fromkeys(names, FIRST_MS)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
         self._token = torch.zeros(1, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
-    def iteration(self, run: Callable[[], object]) -> tuple[float, Any]:
-        """Return the milliseconds of one call on this rank, and what it returned, finished."""
+    def iteration(self, name: str, run: Callable[[], object]) -> tuple[float, float, Any]:
+        """Return the milliseconds of one call, and of the host that issued it, and what it returned, finished."""
         self._flush.zero_()
-        # The host issues the call while the device spins, so the time to issue is not measured.
-        torch_private.spin(self._spin_cycles)
+        # Ahead of the spin, which begins on all ranks together and is as long on all.
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
+        torch_private.spin(int(self._spin_ms[name] * _CYCLES_PER_MS))
+        begin = time.perf_counter()
         self._start.record()
         result = finished(run())
         self._end.record()
+        host_ms = (time.perf_counter() - begin) * 1e3
         self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)), result
+        return float(self._start.elapsed_time(self._end)), host_ms, result
+
+    def size(self, host_ms: Sequence[float]) -> None:
+        """Set the spins by the host's times of the first round, the slowest rank's."""
+        for name, each in zip(self._spin_ms, host_ms, strict=True):
+            self._spin_ms[name] = min(MOST_MS, max(LEAST_MS, 2 * each))
+
+    def told(self, name: str, timing: Timing, host_ms: Tensor) -> Timing:
+        """Return the timing with the host's median time, and the number of rounds in which it exceeds the spin."""
+        late = int((host_ms > self._spin_ms[name]).sum())
+        return replace(timing, host_us=float(host_ms.median()) * 1e3, late_rounds=late)

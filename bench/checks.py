@@ -1,14 +1,20 @@
-"""Check two ranks that share one GPU: ops, layers and gradients, collectives, captured graphs, a missing peer.
+"""Checks that are cases without a time: of two ranks that share one GPU, and of the machine (`CHECKS`).
 
-Every rank of a `RankPool` (`bench.gpu`) runs each function. Ranks that share a GPU are time-sliced, so nothing is
-timed. On a machine without a GPU the kernels are interpreted.
+Every rank of the group runs each function. Ranks that share a GPU are time-sliced, so nothing is timed. On a machine
+without a GPU the kernels are interpreted.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable
-from typing import Any
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +29,10 @@ from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 
 from .cases import Case
-from .operands import Operands, device_here, passes
+from .operands import Operands, Results, Runner, Workload, device_here, passes
 from .oracle import accumulate_in_float32
 from .problem import Problem
+from .providers import Missing
 
 # M, N, K: one tile and less; sizes that are no multiples of tiles; several waves of tiles. A dry run has the first.
 SIZES = ((64, 48, 40), (300, 264, 200), (1024, 1536, 512))
@@ -311,3 +318,120 @@ def _warm_up(step: Callable[[], object], device: torch.device) -> None:
             step()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+
+
+def versions(group: ProcessGroup) -> str:
+    """Return what describes the GPU: versions, and support of fabric handles and multicast."""
+    import triton
+
+    from fusedtp.memory.cuda import Driver
+
+    said = f"python {sys.version.split()[0]}, torch {torch.__version__}, cuda {torch.version.cuda}, triton {triton.__version__}"
+    if not torch.cuda.is_available():
+        return said
+    # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED and CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED in cuda.h.
+    found = [f"{name} {Driver().attribute(number, 0)}" for name, number in (("fabric handles", 128), ("multicast", 132))]
+    return ", ".join([said, str(torch.cuda.get_device_properties(0)), *found, f"fabric: {fabric()}"])
+
+
+def fabric() -> str:
+    """Return NVML's state of the NVLink fabric of GPU 0."""
+    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    # nvmlGpuFabricInfo_t in nvml.h: the cluster's 16 bytes, status, clique, and the state in one byte.
+    info = (ctypes.c_uint32 * 7)()
+    codes = [nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))]
+    codes.append(nvml.nvmlDeviceGetGpuFabricInfo(device, info))
+    states = "not supported", "not started", "in progress", "completed"
+    return f"codes {codes}, state {states[info[6] & 3]}, status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
+
+
+def doctor(group: ProcessGroup) -> str:
+    """Return what `fusedtp doctor` says."""
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"doctor ended with status {done.returncode}: {done.stderr[-400:]}"
+    return done.stdout
+
+
+def memcheck(group: ProcessGroup) -> str:
+    """Run the kernels of the GPU command's item `sanitized` under compute-sanitizer."""
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if found is None or not torch.cuda.is_available():
+        raise Missing("no compute-sanitizer, or no GPU")
+    tool = (found, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "86")
+    with tempfile.TemporaryDirectory() as out:
+        # Without torch's cache, memory past a tensor is unallocated.
+        done = subprocess.run(
+            [*tool, sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--item", "sanitized", "--out", out],
+            env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True,
+        )  # fmt: skip
+    last = (done.stdout.strip() or "no output").splitlines()[-1]
+    assert done.returncode == 0, f"compute-sanitizer ended with {done.returncode}: {last}"
+    return last
+
+
+class Check(NamedTuple):
+    """A function of a group, and its arguments; `item`: of the GPU command. size, dtype: for the row."""
+
+    item: str
+    run: Callable[..., object]
+    given: tuple[Any, ...] = ()
+    world_size: int = 2
+    size: tuple[int, int, int] = (1, 1, 1)
+    dtype: str = "bfloat16"
+
+
+def _layers(item: str, schedule: str, dtype: str) -> dict[str, Check]:
+    # The largest size first.
+    return {
+        f"{op} {schedule} {' x '.join(map(str, size))} {dtype}": Check(item, layer, (op, schedule, dtype, size), 2, size, dtype)
+        for size in (*SIZES[::-1], TINY) for op in LAYERS
+    }  # fmt: skip
+
+
+CHECKS: Mapping[str, Check] = {
+    "versions": Check("versions", versions, world_size=1),
+    **_layers("ranks", "fused", "bfloat16"),
+    "collectives 260 x 300": Check("ranks", collectives, ("bfloat16", (260, 300))),
+    "collectives 7 x 5": Check("ranks", collectives, ("bfloat16", (7, 5))),
+    "replays": Check("ranks", replays, (30,)),
+    "replays on streams": Check("ranks", replays_on_streams, (30,)),
+    "replays of a layer": Check("ranks", replays_of_a_layer, (30,)),
+    "a missing peer": Check("ranks", missing),
+    "copies": Check("ranks", copies, (SIZES[1],)),
+    **_layers("ranks", "decomposed", "bfloat16"),
+    "memcheck": Check("memcheck", memcheck, world_size=1),
+    **_layers("float16", "fused", "float16"),
+    "trees 300 x 264 x 1000": Check("trees", trees, ("bfloat16", (300, 264, 1000)), 2, (300, 264, 1000)),
+    "trees 129 x 1536 x 2048": Check("trees", trees, ("bfloat16", (129, 1536, 2048)), 2, (129, 1536, 2048)),
+    "doctor": Check("doctor", doctor, world_size=1),
+}
+# What a dry run, which may be interpreted, takes in place of the checks at other sizes.
+DRY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("replays", "replays on streams", "replays of a layer"), (2,)), "copies": (TINY,),
+    "trees 129 x 1536 x 2048": ("bfloat16", (19, 24, 40)),
+}  # fmt: skip
+
+
+class Checks(Workload):
+    """A check as a case: its one variant runs it, and `said` is its answer."""
+
+    def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(case, group.rank(), device)
+        self._group = group
+
+    def _runner(self, variant: str, direction: str) -> Runner:
+        found = CHECKS[self.case.layer]
+        given = DRY.get(self.case.layer, found.given) if self.case.seed else found.given
+
+        def run() -> Results:
+            # Gradients are part of the checks.
+            with torch.enable_grad():
+                self.said = str(found.run(self._group, *given) or "")[:2000]
+            return ()
+
+        return run
+
+    def check(self, variant: str, results: Results, direction: str = "forward") -> tuple[float, float]:
+        """Return no error: a check that fails raises."""
+        return 0.0, 0.0
