@@ -178,8 +178,11 @@ class Case:
 def size_of(case: Case) -> tuple[str, int, str, int, int, int]:
     """Return the key of a case in a table of measurements.
 
-    The last three fields: rows and columns of the whole tensor that travels, and the product's third length on a rank.
+    The last three fields: rows and columns of the whole tensor that travels, and the product's third length on a rank,
+    0 for a collective alone.
     """
+    if case.op in COLLECTIVES:
+        return case.op, case.world_size, case.dtype, case.M, case.N, 0
     cols, third = (case.K, case.N) if case.kind == "gather" else (case.N, case.K)
     return case.op, case.world_size, case.dtype, case.M, cols, -(-third // case.world_size)
 
@@ -317,7 +320,7 @@ def _present(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _integer(given: Mapping[str, Any], names: tuple[str, ...]) -> int:
     found = next((given[name] for name in names if given.get(name) is not None), None)
-    if not isinstance(found, int) or not 1 <= found < 2**31:
+    if type(found) is not int or not 1 <= found < 2**31:
         raise ValueError(f"{names[0]} must be a positive integer, got {found!r}")
     return found
 

@@ -326,11 +326,14 @@ def versions(group: ProcessGroup) -> str:
 
     from fusedtp.memory.cuda import Driver
 
-    said = f"python {sys.version.split()[0]}, torch {torch.__version__}, cuda {torch.version.cuda}, triton {triton.__version__}"
+    said = f"python {sys.version.split()[0]}, torch {torch.__version__}, cuda {torch.version.cuda}"
+    said += f", triton {triton.__version__}"
     if not torch.cuda.is_available():
         return said
     # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED and CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED in cuda.h.
-    found = [f"{name} {Driver().attribute(number, 0)}" for name, number in (("fabric handles", 128), ("multicast", 132))]
+    found = [
+        f"{name} {Driver().attribute(number, 0)}" for name, number in (("fabric handles", 128), ("multicast", 132))
+    ]
     return ", ".join([said, str(torch.cuda.get_device_properties(0)), *found, f"fabric: {fabric()}"])
 
 
@@ -384,7 +387,8 @@ class Check(NamedTuple):
 def _layers(item: str, schedule: str, dtype: str) -> dict[str, Check]:
     # The largest size first.
     return {
-        f"{op} {schedule} {' x '.join(map(str, size))} {dtype}": Check(item, layer, (op, schedule, dtype, size), 2, size, dtype)
+        f"{op} {schedule} {' x '.join(map(str, size))} {dtype}":
+            Check(item, layer, (op, schedule, dtype, size), 2, size, dtype)
         for size in (*SIZES[::-1], TINY) for op in LAYERS
     }  # fmt: skip
 

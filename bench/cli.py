@@ -154,7 +154,8 @@ def sweep(
     patience: Annotated[
         float | None,
         typer.Option(
-            min=1, callback=arguments.finite,
+            min=1,
+            callback=arguments.finite,
             help="Seconds that one case may take in all; default three minutes and ten times its estimate.",
         ),
     ] = None,

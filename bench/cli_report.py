@@ -124,10 +124,8 @@ def timeline(
     from .ranks import RankError
 
     console, machine = Console(), describe()
-    if machine.num_gpus:
-        raise typer.BadParameter(
-            "a timeline shows what the host does, and with a GPU the host only issues work: use torch.profiler"
-        )
+    if 0 < machine.num_gpus < world_size:
+        raise typer.BadParameter(f"{world_size} ranks need {world_size} GPUs, this machine has {machine.num_gpus}")
     if "fused" in schedule.split(","):
         raise typer.BadParameter("schedule 'fused' is one kernel: the host cannot see what happens inside")
     schedules = arguments.names(schedule, recorded.SCHEDULES, "--schedule")

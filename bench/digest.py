@@ -42,6 +42,8 @@ LAYERS = {
     "decode": ("bench/layers.py", "norms.py"),
     "mlp": ("bench/layers.py", "activations.py", "layers.py"),
     "grouped": ("bench/layers.py", "styles/grouped.py", "styles/linears.py"),
+    "block": ("bench/layers.py", "styles/linears.py"),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), ("bench/layers.py",)),
 }
 
 _IGNORED = ("annotation", "returns", "type_comment", "type_params", "kind", "ctx", "msg")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from fusedtp.sharding.plan import ITEMSIZE
+
 from . import theme
-from .cases import ALONE, TITLES, ranks
-from .frames import BASELINE, bound, cases, compared, each, parts, records, timed
+from .cases import ALONE, COLLECTIVES, SEQUENTIAL, TITLES, ranks
+from .frames import BASELINE, OURS, bound, cases, compared, distinct, each, fast_p, parts, records, timed
 from .tables import milliseconds
 
 
@@ -21,27 +23,26 @@ def overview(frame: pd.DataFrame) -> Any:
     """Return the picture beside the rows: speed-ups over unfused, a panel an op or a model, a bar a variant of a case.
 
     None if nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey if
-    its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis.
+    its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis. Where there are many
+    cases, each panel keeps its first direction, its most frequent dtype and fewest ranks: the page has them all.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    every = compared(frame)
-    shown = every[every["variant"] != "auto"]
-    shown = every if shown.empty else shown
+    shown = distinct(compared(frame))
     if shown.empty:
         return None
     shown = shown.assign(low=shown["low"].clip(lower=_LEAST), high=shown["high"].clip(upper=1 / _LEAST))
     titles = shown["op"].map(TITLES).astype(str).mask(shown["model"] != "", shown["model"])
-    found = [
-        (str(title), list(parts(panel, "direction", "world_size")))
-        for title, panel in shown.groupby(titles, sort=False)
-    ]
+    panels = [(str(title), panel) for title, panel in shown.groupby(titles, sort=False)]
+    left_out = shown["place"].nunique() > _MOST_CASES
+    found = [(title, list(parts(_typical(panel) if left_out else panel, "direction", "world_size")))
+             for title, panel in panels]  # fmt: skip
     heights = [sum(1.2 + len(group) + 0.6 * group["place"].nunique() for _, group in groups) for _, groups in found]
     num_columns = min(2, len(found))
     rows = [max(heights[at : at + num_columns]) for at in range(0, len(found), num_columns)]
-    drawn, axes = theme.panels(rows, num_columns, line=0.135, row=0.8, sharex=True)
+    drawn, axes = theme.panels(rows, num_columns, line=0.17, row=0.8, sharex=True)
     drawn.get_layout_engine().set(wspace=0.06)
     for axis, (title, groups), height in zip(axes.flat, found, np.repeat(rows, num_columns), strict=False):
         axis.set_title(title, fontweight="bold")
@@ -52,16 +53,32 @@ def overview(frame: pd.DataFrame) -> Any:
     axes[0, 0].set(xscale="log", xlim=(min(0.5, shown["low"].min()) / 1.05, 1.05 * max(2.0, shown["high"].max())))
     axes[0, 0].xaxis.set(major_locator=LogLocator(base=2), minor_locator=NullLocator())
     axes[0, 0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
-    handles = {name: Patch(facecolor=theme.colour(name)) for (name,), _ in parts(shown, "variant")}
+    drawn_variants = {row for _, groups in found for _, group in groups for row in group["variant"]}
+    handles = {
+        name: Patch(facecolor=theme.colour(name)) for (name,), _ in parts(shown, "variant") if name in drawn_variants
+    }
     handles["no difference: the interval has 1 in it"] = Patch(facecolor=_GREY, edgecolor=theme.colour("muted"))
     theme.legend(drawn, handles | {"95 % interval": Line2D([], [], color=theme.colour("ink"), linewidth=0.9)})
     commits = (shown["commit"] + shown["dirty"].map({True: "+", False: ""})).to_frame("commit")
     where = f"{each(shown, 'hardware')}. torch {each(shown, 'torch')}, commit {each(commits, 'commit')}"
     how = "Speed-up: the time of unfused over this one's, in the same rounds. M x N x K are global sizes."
+    how += " `fusedtp report` draws the other directions, dtypes and numbers of ranks." * left_out
     marked = " (+: with uncommitted changes)" if shown["dirty"].any() else ""
-    said = "\n".join(line for text in (f"{where}{marked}.", how) for line in textwrap.wrap(text, 120))
-    drawn.supxlabel(said, fontsize=7.5, color=theme.colour("muted"), x=0.01, ha="left")
+    said = "\n".join(line for text in (f"{where}{marked}.", how) for line in textwrap.wrap(text, 115))
+    drawn.supxlabel(said, fontsize=8, color=theme.colour("muted"), x=0.01, ha="left")
     return drawn
+
+
+# Cases from which on the overview keeps the typical ones of each panel.
+_MOST_CASES = 24
+
+
+def _typical(panel: pd.DataFrame) -> pd.DataFrame:
+    for name in ("direction", "world_size"):
+        panel = panel[panel[name] == panel[name].min()]
+    if (panel["model"] == "").all():
+        panel = panel[panel["dtype"] == panel["dtype"].mode()[0]]
+    return panel
 
 
 # Smallest end of an interval that is drawn, and inverse of the largest: an interval may be unbounded.
@@ -73,7 +90,7 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
     # Stack groups of cases by direction and number of ranks.
     at, names = 0.0, {}
     on_left, on_right = {"x": -0.02, "ha": "right", "fontweight": "bold"}, {"x": 1.02, "ha": "left"}
-    style = {"transform": axis.get_yaxis_transform(), "va": "center_baseline", "fontsize": 7}
+    style = {"transform": axis.get_yaxis_transform(), "va": "center_baseline", "fontsize": 8.5}
     for (direction, size), group in groups:
         axis.text(y=at, s=f"{direction}, {ranks(size)}", **style, **on_left)
         at += 1.2
@@ -98,7 +115,7 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
             at += 0.6
     theme.named_lines(axis, names, height)
     axis.tick_params(axis="x", labelbottom=True)
-    axis.set_xlabel("speed-up over unfused, log scale", fontsize=7.5)
+    axis.set_xlabel("speed-up over unfused, log scale", fontsize=8.5)
     axis.grid(axis="x")
 
 
@@ -115,7 +132,9 @@ def time_curves(frame: pd.DataFrame) -> Any:
     20-80 %. Lines join only near-square sizes, and sizes that differ in M alone. Other sizes are markers without a
     line. Both axes are logarithmic. Predictions are dashed and hollow, without a band.
     """
-    shown = frame[frame["median_ms"].notna() & ~frame["variant"].isin(("own_matmul", "comm"))]
+    shown = distinct(frame)
+    shown = shown[shown["median_ms"].notna() & ~shown["variant"].isin(("own_matmul", "comm"))]
+    shown = shown[~shown["op"].isin((*COLLECTIVES, "kernel", "check"))]
     shown = shown.assign(x=shown["M"].where(shown["model"] != "", shown["gflop"]).astype(float))
     # Drop panels with one size, which makes no curve.
     shown = shown[shown.groupby(["matmul", "world_size"], observed=True)["size"].transform("nunique") > 1]
@@ -152,9 +171,9 @@ def _curves(axis: Any, panel: pd.DataFrame) -> None:
     for (predicted, _, variant), line in parts(lines, "predicted", "family", "variant"):
         x, median, paint = line["x"], line["median_ms"], theme.colour(variant)
         style: dict[str, Any] = {"color": paint, "marker": theme.marker(variant)}
-        if variant == "matmul":
+        if variant in ("matmul", "local"):
             style = {"color": theme.colour("ink"), "linewidth": 0.8, "marker": "_", "markersize": 7, "zorder": 2}
-            axis.plot(x, median, label="matmul alone", **style)
+            axis.plot(x, median, label=f"{variant} alone", **style)
         elif predicted:
             style |= {"linestyle": (0, (4, 2.5)), "markerfacecolor": "none", "markersize": 4.5, "linewidth": 1.1}
             axis.plot(x, median, label=f"{variant}, predicted", **style)
@@ -180,7 +199,8 @@ def speedup_map(frame: pd.DataFrame) -> Any:
     """
     from matplotlib.patches import Patch
 
-    shown = compared(frame)
+    shown = distinct(compared(frame))
+    shown = shown[~shown["op"].isin(COLLECTIVES)]
     several = shown.groupby("matmul", observed=True)[["where", "world_size"]].transform("nunique") > 1
     shown = shown[several.all(axis=1)]
     if shown.empty:
@@ -232,6 +252,111 @@ def _cells(axis: Any, speedups: Any, known: Any, height: float) -> None:
 _RANK_COLOURS = ("decomposed", "peer-1", "peer-2", "fused", "auto", "peer-3")
 
 
+def by_tokens(frame: pd.DataFrame) -> Any:
+    """Return the picture of speed-ups over the fastest other implementation against tokens, on log2 axes.
+
+    All lines have one model, direction and dtype. A panel a block or a matmul of it, a line a number of ranks, the
+    interval as a band. It is that of `auto`, or of our fastest schedule where `auto` was not timed. None without
+    several numbers of tokens.
+    """
+    lines = timed(frame[(frame["tokens"] > 0) & (frame["world_size"] > 1) & frame["variant"].isin(OURS)])
+    lines = lines[lines["over_best"].notna() & (lines["variant"] != SEQUENTIAL)]
+    # `auto` first, then the fastest.
+    order = lines.assign(other=lines["variant"] != "auto").sort_values(["other", "over_best"], ascending=[True, False])
+    best = order.groupby(["matmul", "world_size", "tokens"], observed=True, sort=True).head(1)
+    if best["tokens"].nunique() < 2:
+        return None
+    columns = list(parts(best.sort_values("tokens"), "matmul"))
+    across = min(2, len(columns))
+    drawn, axes = theme.panels([1] * -(-len(columns) // across), across, line=2.6, row=0.3, sharey=True, sharex=True)
+    colours = dict(zip(sorted(set(best["world_size"])), itertools.cycle(_RANK_COLOURS), strict=False))
+    for axis, ((matmul,), members) in zip(axes.flat, columns, strict=False):
+        axis.set_title(str(matmul))
+        axis.axhline(1.0, color=theme.colour("ink"), linewidth=0.9)
+        for (size,), line in parts(members, "world_size"):
+            paint = theme.colour(colours[size])
+            low, high = (line[name].clip(_LEAST, 1 / _LEAST) for name in ("best_low", "best_high"))
+            axis.fill_between(line["tokens"], low, high, color=paint, alpha=0.2, linewidth=0)
+            axis.plot(line["tokens"], line["over_best"], marker="o", markersize=4, color=paint, label=ranks(int(size)))
+        _log2(axis.xaxis, sorted(set(best["tokens"])))
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.grid()
+        axis.set_xlabel("tokens")
+    for axis in axes.flat[len(columns) :]:
+        axis.set_axis_off()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("speed-up over the fastest other")
+    theme.legend(drawn)
+    return drawn
+
+
+def _log2(axis: Any, values: Sequence[float], told: Callable[[float], str] = lambda value: f"{value:g}") -> None:
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    axis.axes.set_xscale("log", base=2)
+    shown = values[:: -(-len(values) // 8)]
+    axis.set(major_locator=FixedLocator(list(shown)), minor_locator=NullLocator())
+    axis.set_major_formatter(FixedFormatter([told(value) for value in shown]))
+
+
+def _size(num_bytes: float) -> str:
+    units = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
+    unit, name = next((unit, name) for unit, name in units if num_bytes >= unit)
+    return f"{num_bytes / unit:g} {name}"
+
+
+def bus_rates(frame: pd.DataFrame) -> Any:
+    """Return the picture of busbw against bytes: a panel a collective and number of ranks, a line a variant.
+
+    busbw is what a link carries, as nccl-tests counts it. None without collectives of several sizes.
+    """
+    lines = timed(frame[frame["op"].isin(COLLECTIVES) & frame["busbw_gbps"].notna()])
+    lines = lines.assign(bytes=lines["M"] * lines["N"] * lines["dtype"].astype(str).map(ITEMSIZE).astype(float))
+    lines = distinct(lines)
+    if lines["bytes"].nunique() < 2:
+        return None
+    rows, columns = list(parts(lines, "world_size")), [op for (op,), _ in parts(lines, "op")]
+    drawn, axes = theme.panels([1] * len(rows), len(columns), line=2.3, row=0.3, sharex=True, sharey=True)
+    for line, ((size,), members) in zip(axes, rows, strict=True):
+        for axis, op in zip(line, columns, strict=True):
+            axis.set_title(f"{TITLES[op]}, {ranks(int(size))}")
+            for (variant,), each_of in parts(members[members["op"] == op].sort_values("bytes"), "variant"):
+                style = {"color": theme.colour(variant), "marker": theme.marker(variant), "markersize": 4}
+                axis.plot(each_of["bytes"], each_of["busbw_gbps"], label=str(variant), **style)
+            _log2(axis.xaxis, sorted(set(lines["bytes"])), _size)
+            theme.log_scale(axis, "y")
+            axis.grid()
+        line[0].set_ylabel("busbw, GB/s")
+    for axis in axes[-1]:
+        axis.set_xlabel("bytes of the whole tensor")
+    theme.legend(drawn)
+    return drawn
+
+
+def fast_curve(frame: pd.DataFrame) -> Any:
+    """Return the curve of fast_p: the share of cases that are right and at least p times as fast as the best other.
+
+    None with fewer than three cases.
+    """
+    found = {name: ratios for name, ratios in fast_p(distinct(frame)).items() if len(ratios) > 2}
+    if not found:
+        return None
+    drawn, ((axis,),) = theme.panels([1], 1, line=2.6, row=0.3, width=5.0)
+    for name, ratios in found.items():
+        share = 1 - np.arange(len(ratios)) / len(ratios)
+        axis.step([_LEAST, *ratios, ratios[-1]], [1.0, *share, 0.0], where="pre", color=theme.colour(name),
+                  label=f"{name}, {len(ratios)} cases")  # fmt: skip
+    axis.axvline(1.0, color=theme.colour("ink"), linewidth=0.9)
+    most = max(ratios[-1] for ratios in found.values())
+    axis.set(xlim=(0.5, 1.1 * max(2.0, most)), ylim=(0, 1.03), xlabel="p", ylabel="share of cases")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.grid()
+    theme.legend(drawn)
+    return drawn
+
+
 def predicted(lines: pd.DataFrame, title: str, least: float) -> Any:
     """Return the picture of predictions, a row for each N x K: time over M, and a map of speed-ups by M and ranks.
 
@@ -270,7 +395,7 @@ def predicted(lines: pd.DataFrame, title: str, least: float) -> Any:
     return drawn
 
 
-PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "the rest"}
+PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "host, and the rest"}
 
 
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
@@ -283,16 +408,19 @@ def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, floa
 def time_parts(frame: pd.DataFrame) -> Any:
     """Return the picture of the parts of each case's time, in % of unfused, and its bound.
 
-    All lines have one direction, model and number of ranks. None unless matmul and unfused were both timed. A
+    All lines have one direction, model and number of ranks. None unless the matmul alone (of a layer a rank's
+    arithmetic, `local`) and unfused were both timed. A
     schedule's time is split by the times measured alone in the same rounds: first the matmul, then exposed
-    communication, at most the collective's time, then the rest. That is an account, not a trace: a matmul that
+    communication, at most the collective's time, then the host and the rest. Lines are at the matmul alone, at the
+    bound, and at `sequential`. That is an account, not a trace: a matmul that
     communication slows down shows as exposed communication or as the rest.
     """
     from matplotlib.lines import Line2D
 
     columns: dict[str, list[tuple[str, pd.DataFrame]]] = {}
     for (matmul,), members in parts(timed(frame[frame["world_size"] > 1]), "matmul"):
-        for first, case in cases(members):
+        for first, case in cases(distinct(members)):
+            case = case.rename(index={"local": "matmul"})
             if {"matmul", BASELINE} <= set(case.index):
                 columns.setdefault(matmul, []).append((first["where"], case))
     if not columns:
@@ -312,6 +440,11 @@ def time_parts(frame: pd.DataFrame) -> Any:
             if by:
                 axis.plot([ends] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(by))
                 bounds.add(by)
+            for line_of in ("matmul", SEQUENTIAL):
+                if line_of in case.index and line_of != by:
+                    bounds.add(line_of)
+                    where_ms = percent * case["median_ms"][line_of]
+                    axis.plot([where_ms] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(line_of))
             for name, ms in times.items():
                 at, left = at + 1, 0.0
                 for kind, part in account(
@@ -329,11 +462,13 @@ def time_parts(frame: pd.DataFrame) -> Any:
         axis.set(title=title, xlabel="% of unfused")
         axis.grid(axis="x")
     axes[0, 0].set_xlim(0, max(125.0, 1.35 * longest))
-    lines = {f"bound: {by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(bounds)}
+    lines = {by if by == SEQUENTIAL else f"{by} alone": Line2D([], [], **_bound_line(by)) for by in sorted(bounds)}
     theme.legend(drawn, {label: kind for kind, label in PARTS.items()} | lines)
     return drawn
 
 
 def _bound_line(by: str) -> dict[str, Any]:
     # Solid if the matmul bounds all schedules, dashed if a collective bounds some of them.
-    return {"color": theme.colour("ink"), "linewidth": 1.6, "linestyle": "-" if by == "matmul" else (0, (1.6, 1.0))}
+    styles: dict[str, Any] = {"matmul": "-", SEQUENTIAL: (0, (4.0, 1.5))}
+    paint = theme.colour(SEQUENTIAL if by == SEQUENTIAL else "ink")
+    return {"color": paint, "linewidth": 1.6, "linestyle": styles.get(by, (0, (1.6, 1.0)))}

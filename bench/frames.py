@@ -6,6 +6,8 @@ A line is a row with derived columns:
 - `gflop`: of a rank.
 - `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
 - `overlap`, `overlap_low`, `overlap_high`: the same of sequential over the variant.
+- `over_best`, `best_low`, `best_high`: the same of the fastest implementation that is not ours.
+- `scaling`: the time of one rank, of the same whole problem, over this one's and over the number of ranks.
 
 Names are categories, so lines and the parts of every `groupby` come in the order in which they are shown.
 """
@@ -20,19 +22,34 @@ import pandas as pd
 
 from fusedtp.files import visible
 
-from .cases import ALONE, DIRECTIONS, EVERY_DTYPE, LAYERS, OPS, OWN, SEQUENTIAL, SHORT_DTYPES, TITLES
+from .cases import (
+    ALONE,
+    DIRECTIONS,
+    EVERY_DTYPE,
+    EVERY_OP,
+    LAYERS,
+    OPS,
+    OWN,
+    SCHEDULES,
+    SEQUENTIAL,
+    SHORT_DTYPES,
+    TITLES,
+    flops,
+)  # fmt: skip
 from .intervals import measured, ratio
-from .store import Measurement
+from .store import Measurement, case_of
 
 BASELINE = "unfused"
+# Variants of this package. Others are implementations to compare with, `unfused` among them.
+OURS = (SEQUENTIAL, *OWN[OWN.index("decomposed") :], "concatenated", "tree", "switch")
 # Columns that the lines of one case share, in sort order; `place` is the case's first position among the rows.
 CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "M", "place"]
 _KNOWN = {
-    "op": OPS,
+    "op": EVERY_OP,
     "direction": DIRECTIONS,
     "dtype": EVERY_DTYPE,
     "variant": OWN,
-    "matmul": tuple(TITLES[op] for op in OPS),
+    "matmul": tuple(TITLES[op] for op in EVERY_OP),
 }
 
 
@@ -43,22 +60,46 @@ def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
         (row.machine, row.case, row.variant): row
         for row in rows if row.variant in (BASELINE, SEQUENTIAL) and not row.predicted
     }  # fmt: skip
+    best: dict[Any, Measurement] = {}
+    alone: dict[Any, float] = {}
+    for row in rows:
+        if row.median_ms and not row.predicted and row.variant not in (*OURS, *ALONE):
+            best[row.machine, row.case] = min(
+                best.get((row.machine, row.case), row), row, key=lambda each: each.median_ms or math.inf
+            )
+        if row.median_ms and not row.predicted and row.world_size == 1:
+            alone[_whole(row), row.variant] = row.median_ms
     places: dict[Any, int] = {}
     lines = []
     for row in rows:
         case = row.machine, row.case
         base, sequential = (bases.get((*case, name)) for name in (BASELINE, SEQUENTIAL))
         line = _line(row, base, sequential) | {"place": places.setdefault(case, len(places))}
+        other = best.get(case) if row.variant in OURS else None
+        line |= dict(zip(("over_best", "best_low", "best_high"), _over(other, row), strict=True))
+        reference = alone.get((_whole(row), row.variant)) or alone.get((_whole(row), BASELINE))
+        line["scaling"] = math.nan
+        if reference and row.median_ms and row.variant not in ALONE and not row.predicted:
+            line["scaling"] = reference / row.median_ms / row.world_size
         # Text as pictures can draw it.
         lines.append({name: visible(value) if isinstance(value, str) else value for name, value in line.items()})
     # Without rows: the columns without lines.
-    made = pd.DataFrame(lines or [_line(_ANY, None, None) | {"place": 0}]).head(len(rows))
+    made = pd.DataFrame(lines or [_line(_ANY, None, None) | _NOTHING]).head(len(rows))
     optional = [name for name, kind in Measurement.__annotations__.items() if kind == "float | None"]
     made = made.astype(dict.fromkeys(optional, "float64"))
     for name, known in _KNOWN.items():
         # Unknown names, such as layers, follow in the order of the rows.
         made[name] = pd.Categorical(made[name], list(dict.fromkeys((*known, *made[name]))), ordered=True)
     return made.sort_values([*CASE, "variant", "predicted"], kind="stable", ignore_index=True)
+
+
+_NOTHING = {"place": 0, "over_best": 1.0, "best_low": 1.0, "best_high": 1.0, "scaling": 1.0}
+
+
+def _whole(row: Measurement) -> tuple[Any, ...]:
+    # What rows on different numbers of ranks share.
+    case = row.op, row.M, row.N, row.K, row.dtype, row.direction, row.model, row.layer, row.widths
+    return row.machine, *case, row.graph
 
 
 _ANY = Measurement(
@@ -79,6 +120,8 @@ def _over(base: Measurement | None, row: Measurement) -> tuple[float, float, flo
 
 def _line(row: Measurement, base: Measurement | None, sequential: Measurement | None) -> dict[str, Any]:
     size, short = f"{row.M} x {row.N} x {row.K}", SHORT_DTYPES.get(row.dtype, row.dtype)
+    size = size.replace(f" {row.N} ", f" ({'+'.join(map(str, row.widths))}) ") if row.widths else size
+    case = case_of(row)
     return vars(row) | {
         "passed": row.passed,
         "failed": row.failed,
@@ -87,7 +130,7 @@ def _line(row: Measurement, base: Measurement | None, sequential: Measurement | 
         "size": size,
         "where": f"{row.tokens} tokens {short}" if row.model else f"{size} {short}",
         "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
-        "gflop": 2e-9 * row.M * row.N * row.K / row.world_size,
+        "gflop": flops(case, "forward") / 1e9 if case else 0.0,
         **dict(zip(("speedup", "low", "high"), _over(base, row), strict=True)),
         **dict(zip(("overlap", "overlap_low", "overlap_high"), _over(sequential, row), strict=True)),
     }
@@ -102,6 +145,35 @@ def compared(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the measured schedules and providers beside unfused, on two ranks or more."""
     rivals = ~frame["variant"].isin((*ALONE, BASELINE))
     return timed(frame[rivals & frame["speedup"].notna() & (frame["world_size"] > 1)])
+
+
+def distinct(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines without those of `auto` that ran the same code as another line of their case.
+
+    A line that does not say what ran counts as one of them beside any other schedule of ours.
+    """
+    taken = [str(path).partition(":")[0] for path in frame["path"]]
+    keys = ["machine", "place", "direction"]
+    there = set(
+        frame.loc[frame["median_ms"].notna(), [*keys, "variant"]].astype(str).itertuples(index=False, name=None)
+    )
+    own = zip(frame[keys].astype(str).itertuples(index=False, name=None), taken, strict=True)
+    names = {"": SCHEDULES[1:]}
+    same = pd.Series(
+        [any((*key, name) in there for name in names.get(ran, (ran,))) for key, ran in own], index=frame.index, dtype=bool
+    )  # fmt: skip
+    return frame[~((frame["variant"] == "auto") & same)]
+
+
+def fast_p(frame: pd.DataFrame) -> dict[str, list[float]]:
+    """Return by variant of ours the speed-ups over the fastest other implementation, sorted; 0 for wrong results.
+
+    The share of these that is at least p is fast_p.
+    """
+    lines = frame[frame["variant"].isin(OURS) & ~frame["predicted"] & (frame["world_size"] > 1)]
+    lines = lines[lines["over_best"].notna() | lines["failed"]]
+    found = lines.assign(over_best=lines["over_best"].fillna(0.0))
+    return {str(name): sorted(members["over_best"]) for (name,), members in parts(found, "variant")}
 
 
 def parts(frame: Any, *columns: str) -> Iterator[tuple[tuple[Any, ...], pd.DataFrame]]:
@@ -131,7 +203,10 @@ def bound(case: pd.DataFrame) -> tuple[float, str]:
     (NaN, "") if unknown. The matmul bounds every schedule. The collective bounds only schedules that send through the
     backend: not decomposed and fused.
     """
-    medians, given = case["median_ms"].reindex(["matmul", "comm"]), case["bound_ms"].dropna()
+    medians, given = (
+        case["median_ms"].rename({"local": "matmul"}).reindex(["matmul", "comm"]),
+        case["bound_ms"].dropna(),
+    )
     longest = float(given.iloc[0]) if not given.empty else float(medians.max(skipna=False))
     if math.isnan(longest):
         return longest, ""

@@ -1,9 +1,9 @@
 """Check and time the kernels on one GPU within ten minutes: `python -P -m fusedtp.bench.gpu`. See docs/gpu.md.
 
-The command runs the items of `PLAN` in order: cases of the registry, by the sweep's gate, clock and rows, with a budget.
-An item has a time limit. A variant whose process dies, for example after an illegal memory access, costs the others of
-its case nothing: they run again on a fresh process. The run ends in time, and every case has a row. After the first
-item, one process for each core compiles the kernels that the timed items launch.
+The command runs the items of `plan` in order: cases of the registry, by the sweep's gate, clock and rows, with a
+budget. An item has a time limit. A variant whose process dies, for example after an illegal memory access, costs the
+others of its case nothing: they run again on a fresh process. The run ends in time, and every case has a row. After the
+first item, one process for each core compiles the kernels that the timed items launch.
 """
 
 from __future__ import annotations
@@ -134,8 +134,10 @@ def plan(*, dry_run: bool = False) -> dict[str, Item]:
     """Return the items, the most telling first. A dry run has small sizes and two rounds."""
     small = [kernel("matmul", (256, 256, 256), dtype, timed=False) for dtype in ("float32", "bfloat16")]
     items = {
-        "versions": Item(20, named("versions") + small, "versions, fabric, multicast; one matmul in float32 and in bfloat16"),
-        "matmul": Item(55, matmul(), "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64", True),
+        "versions": Item(
+            20, named("versions") + small, "versions, fabric, multicast; one matmul in float32 and in bfloat16"),
+        "matmul": Item(
+            55, matmul(), "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64", True),
         "tiles": Item(90, tiles(), "six tiles at five sizes beside torch.mm", True),
         "hooks": Item(80, hooks(), "fused kernels, signals raised before, beside the own matmul; float8", True),
         "pushers": Item(30, pushers(), "gather of the own rows with 0, 6, 12 and 33 pushing programs", True),
@@ -151,7 +153,8 @@ def plan(*, dry_run: bool = False) -> dict[str, Item]:
     # Of checks at several sizes only the least.
     tiny = {" x ".join(map(str, checks.TINY)), "7 x 5", "129 x 1536 x 2048"}
     small_jobs = {
-        name: [_small(job) for job in item.jobs if " x " not in job.case.layer or any(size in job.case.layer for size in tiny)]
+        name: [_small(job) for job in item.jobs
+               if " x " not in job.case.layer or any(size in job.case.layer for size in tiny)]
         for name, item in items.items()
     }  # fmt: skip
     return {name: item._replace(jobs=list(dict.fromkeys(small_jobs[name]))) for name, item in items.items()}
@@ -292,7 +295,11 @@ def gpu(
     if list_:
         print(f"{'s':>4}  {'item':9} what; its rows are in gpu-ITEM.csv")
         for name in chosen:
-            print(textwrap.fill(f"{items[name].seconds:4.0f}  {name:9} {items[name].what}", 80, subsequent_indent=" " * 16))
+            print(
+                textwrap.fill(
+                    f"{items[name].seconds:4.0f}  {name:9} {items[name].what}", 80, subsequent_indent=" " * 16
+                )
+            )
         return
     if not torch.cuda.is_available() and not dry_run:
         raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")

@@ -87,16 +87,6 @@ def plain(dtype: str, *size: int) -> Launches:
     return operands.library() | operands.own()
 
 
-def block_sizes(tokens: int, layers: slice) -> list[Size]:
-    """Return the matmul sizes of one rank in a block of Llama 3 8B on four ranks and of 70B on eight."""
-    found = []
-    for model, ranks in (("llama3-8b", 4), ("llama3-70b", 8)):
-        for each in block(model, tokens, ranks, "bfloat16")[layers]:
-            by_n, by_k = (ranks, 1) if each.kind == "gather" else (1, ranks)
-            found.append((each.M, each.N // by_n, each.K // by_k))
-    return found
-
-
 TILES = (
     Choice(128, 256, 64, 8, 3, True), Choice(128, 256, 64, 8, 3), Choice(256, 128, 64, 8, 3, True),
     Choice(128, 128, 64, 8, 4), Choice(128, 128, 128, 8, 3), Choice(64, 256, 64, 4, 4),
@@ -284,7 +274,8 @@ KERNELS: Mapping[str, Kernel] = {
         for name, (make, _) in FUSED.items() for count in (2, 4, 8)
     },
     **{
-        f"float8 {name}, {count} ranks": Kernel(partial(_float8_with_ranks, name == "scatter", count), ("scaled mm", "fused"))
+        f"float8 {name}, {count} ranks": Kernel(
+            partial(_float8_with_ranks, name == "scatter", count), ("scaled mm", "fused"))
         for name in ("gather rows", "scatter") for count in (2, 8)
     },
     "gather own rows, 8 ranks": Kernel(

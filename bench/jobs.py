@@ -156,7 +156,7 @@ def plan(request: Request, num_gpus: int, gpu: str = "", world: int = 0) -> list
     """
     if set(EVERY_FLOAT8) & set(request.dtypes or ()) and set(request.directions or ()) - {"forward"}:
         raise ValueError("fp8 and mxfp8 operands have no gradient: with either, --direction must be forward")
-    planner = _Planner(request, num_gpus, gpu)
+    planner = JobPlanner(request, num_gpus, gpu)
     jobs: list[Job] = []
     for name in request.suites:
         most = world or num_gpus or SUITES[name].most_ranks
@@ -166,7 +166,7 @@ def plan(request: Request, num_gpus: int, gpu: str = "", world: int = 0) -> list
 
 
 @dataclass
-class _Planner:
+class JobPlanner:
     request: Request
     num_gpus: int
     gpu: str
@@ -211,7 +211,14 @@ class _Planner:
         directions = tuple(each for each in suite.directions if each in (request.directions or DIRECTIONS))
         plain = [each for each in dtypes if each not in EVERY_FLOAT8]
         given = suite, request.sizes, request.models, request.tokens, plain, world_size, self.num_gpus
-        for case in cases_of(*given) if directions else ():
+        try:
+            cases = list(cases_of(*given)) if directions else []
+        except ValueError:
+            # By default a model is left out on more ranks than can share it.
+            if request.world_sizes is not None or world_size <= 2:
+                raise
+            return
+        for case in cases:
             yield self._job(case, variants, directions, suite.seconds)
 
     def _timed(self, case: Case, schedules: tuple[str, ...], directions: tuple[str, ...]) -> Job:

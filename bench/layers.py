@@ -295,11 +295,11 @@ class Layer(Drawn):
         if direction == "forward":
             with torch.no_grad():
                 return {"y": self._own(dense(self.x.double()))}
-        y, dx, *dws = step(dense, self.x.double(), self.dy.double())()
-        n = self.group.size()
-        own = [chunk(each, dim, self.rank, even_sizes(each.shape[dim], n)).flatten()  # type: ignore[arg-type]
+        run: Any = step(dense, self.x.double(), self.dy.double())
+        (y, dx, *dws), n = run(), self.group.size()
+        own = [chunk(each, dim, self.rank, even_sizes(each.shape[dim], n)).flatten()
                for each, dim in zip(dws, self.dims, strict=True)]  # fmt: skip
-        return {"y": self._own(y), "dx": chunk(dx, 0, self.rank, self._rows), "dw": torch.cat(own)}  # type: ignore[arg-type]
+        return {"y": self._own(y), "dx": chunk(dx, 0, self.rank, self._rows), "dw": torch.cat(own)}
 
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "comm":
@@ -322,46 +322,40 @@ class Layer(Drawn):
             parallelize_module,
         )
 
-        case, ours = self.case, variant in (*SCHEDULES, "auto")
-        mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
-        rows: Any = Shard(0)
-        options: dict[str, Any] = {"input_layouts": rows, **({"schedule": variant} if ours else {})}
-        column = FusedColwiseParallel if ours or variant == "concatenated" else ColwiseParallel
+        case, ours, n = self.case, variant in (*SCHEDULES, "auto"), self.group.size()
         if case.op == "mlp" and ours:
-            model = ParallelMLP(
+            made: Any = ParallelMLP(
                 case.K, case.N, bias=False, group=self.group, schedule=variant, device=self.device, dtype=self.dtype
             )
-            for own, whole, dim in zip(model.parameters(), self.dense.parameters(), (0, 1), strict=True):
-                part = chunk(whole.detach(), dim, self.rank, even_sizes(whole.shape[dim], self.group.size()))
-                own.data.to_local().copy_(part)  # type: ignore[attr-defined]
-            return model
-        model = copy.deepcopy(self.dense)
+            for own, whole, dim in zip(made.parameters(), self.dense.parameters(), self.dims, strict=True):
+                own.data.to_local().copy_(chunk(whole.detach(), dim, self.rank, even_sizes(whole.shape[dim], n)))
+            return made  # type: ignore[no-any-return]
+        mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
+        rows: Any = Shard(0)
+        schedule: dict[str, Any] = {"schedule": variant} if ours else {}
+        column: Any = FusedColwiseParallel if ours or variant == "concatenated" else ColwiseParallel
+        row: Any = FusedRowwiseParallel if ours else RowwiseParallel
+        gathers, scatters = column(input_layouts=rows, **schedule), row(output_layouts=rows, **schedule)
+        model: Any = copy.deepcopy(self.dense)
         if variant == "concatenated":
             # Rank by rank, so that a rank's rows are its parts of all weights.
-            n, weights = self.group.size(), [each.weight.detach() for each in self.dense.children()]
+            weights: Any = [each.weight.detach() for each in model.children()]
             one = nn.Linear(case.K, sum(case.widths), bias=False, device=self.device, dtype=self.dtype)
-            parts = [weight.chunk(n)[rank] for rank in range(n) for weight in weights]
-            one.weight = nn.Parameter(torch.cat(parts))
-            return parallelize_module(one, mesh, column(**options))
-        if case.op == "grouped":
-            names = [name for name, _ in self.dense.named_children()]
-            if ours:
-                return parallelize_module(model, mesh, FusedGroup(*names, **options))
-            once = variant == "dtensor_once"
-            if once:
-                gathers = PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
-                model = parallelize_module(model, mesh, gathers)
-            style = ColwiseParallel() if once else column(**options)
-            return parallelize_module(model, mesh, {name: style for name in names})
-        row = (FusedRowwiseParallel if ours else RowwiseParallel)(
-            output_layouts=rows, **({"schedule": variant} if ours else {})
-        )
-        names = ["qkv", "out", "up", "down"] if case.op == "block" else ["up_proj", "down_proj"]
-        return parallelize_module(model, mesh, {name: (column(**options), row)[i % 2] for i, name in enumerate(names)})
+            one.weight = nn.Parameter(torch.cat([weight.chunk(n)[rank] for rank in range(n) for weight in weights]))
+            return parallelize_module(one, mesh, gathers)
+        if case.op == "grouped" and ours:
+            names = [name for name, _ in model.named_children()]
+            return parallelize_module(model, mesh, FusedGroup(*names, input_layouts=rows, **schedule))
+        if variant == "dtensor_once":
+            once = PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
+            model, gathers = parallelize_module(model, mesh, once), ColwiseParallel()
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        plan = {name: scatters if dim else gathers for name, dim in zip(linears, self.dims, strict=True)}
+        return parallelize_module(model, mesh, plan)
 
 
 class Decode(Drawn):
-    """y = all_reduce(x @ w.T) + residual and its norm, forward alone: a decoder's, after attention and after its MLP."""
+    """y = all_reduce(x @ w.T) + residual and its norm, forward alone: what a decoder runs after attention and MLP."""
 
     def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(case, group, device)
@@ -405,7 +399,8 @@ class Decode(Drawn):
 
             return by_dtensor
         given: dict[str, Any] = {"group": self.group, "schedule": variant}
-        return lambda: fusedtp.linear_all_reduce(x, w, **given, residual=residual, norm_weight=scale, norm_eps=EPS)  # type: ignore[return-value]
+        given |= {"residual": residual, "norm_weight": scale, "norm_eps": EPS}
+        return lambda: fusedtp.linear_all_reduce(x, w, **given)
 
 
 class Collective(Drawn):

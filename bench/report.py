@@ -39,9 +39,12 @@ class Picture(NamedTuple):
 
 # For each section of the page: the function that draws, and the columns that group its rows, besides machine and model.
 PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = {
+    "tokens": (figures.by_tokens, ("direction", "dtype")),
+    "fast": (figures.fast_curve, ("direction",)),
     "time": (figures.time_curves, ("direction", "dtype")),
     "speedup": (figures.speedup_map, ("direction",)),
     "parts": (figures.time_parts, ("direction", "world_size")),
+    "busbw": (figures.bus_rates, ("dtype",)),
 }
 
 
@@ -82,8 +85,20 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
             console.print(", ".join(str(value) for value in row.values()), style="red")
     for line in [*lines, *tables.verdict(frame)]:
         console.print(line)
-    if warning := busy(rows):
+    for warning in filter(None, (busy(rows), late(rows))):
         console.print(warning, style="bold yellow")
+
+
+def late(rows: Sequence[Measurement]) -> str:
+    """Return a warning about rows that the host may have made longer, or ""."""
+    found = [row for row in rows if row.late_rounds > row.rounds / 2]
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(row.variant for row in found))
+    return (
+        f"Careful, in {len(found)} rows ({names}) the host took longer to issue the call than the GPU waited ahead of "
+        "it: their times may be the host's, not the GPU's. --graph takes the host out where a call can be captured."
+    )
 
 
 def picture(rows: Sequence[Measurement], path: Path) -> bool:
@@ -143,7 +158,8 @@ def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, 
 # The page's sections, in its order.
 SECTIONS = {
     "short": "In short", "sizes": "From which size on each schedule is faster", "blocks": "A model's block",
-    "time": "Time against size", "speedup": "Speed-up over unfused", "parts": "Where the time goes",
+    "tokens": "Speed-up against tokens", "fast": "How many cases are how much faster", "time": "Time against size",
+    "speedup": "Speed-up over unfused", "parts": "Where the time goes", "busbw": "Collectives against their bytes",
     "timeline": "Timeline of one call", "times": "Times and rates", "refused": "Refused or not run",
     "checked": "Checked, not timed", "rows": "All rows",
 }  # fmt: skip

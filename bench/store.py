@@ -49,8 +49,8 @@ class Measurement:
     matmul, which overlap nothing), decomposed, fused, auto, and the baselines of other libraries. rounds_ms: every
     round's time, in the order that the variants of a case share; empty in older files. speedup_vs_unfused and
     speedup_vs_sequential are ratios of medians in this run: what a user gains, and what overlap gains. matmul_fraction:
-    the matmul's median over this one's; of a layer, that of a rank's arithmetic (local). tflops: a rank's floating-point
-    rate in matmuls. algbw_gbps, busbw_gbps: of `comm`, and of a collective alone, by nccl-tests' definitions. bound_ms:
+    the matmul's median over this one's; of a layer, that of a rank's arithmetic (local). tflops: a rank's rate in
+    matmuls. algbw_gbps, busbw_gbps: of `comm`, and of a collective alone, by nccl-tests' definitions. bound_ms:
     the longer of matmul and comm. roofline: the share of that in this one's time. tokens_per_s: rows of all ranks in a
     second. hidden: the share of the time that sequential
     takes beyond the matmul, and this variant does not; 0 where nothing overlaps. gate: "passed", "not run: " and the
@@ -249,6 +249,14 @@ def read(path: Path) -> list[Measurement]:
     return rows
 
 
+def case_of(row: Measurement) -> Case | None:
+    """Return the case of a row; None for a block of a model whose sizes are not here."""
+    if row.op == "block" and row.model not in MODELS:
+        return None
+    size = row.op, row.M, row.N, row.K, row.dtype, row.world_size
+    return Case(*size, row.seed, row.model, row.tokens, row.layer, row.widths)
+
+
 def _contradiction(rows: Mapping[int, Measurement]) -> tuple[int, str] | None:
     # Return the number of a timed row that contradicts its own rounds or the other rows of its case, and how.
     from .intervals import Timing
@@ -264,11 +272,8 @@ def _contradiction(rows: Mapping[int, Measurement]) -> tuple[int, str] | None:
             given = vars(Timing.of(row.rounds_ms))
             for name in ("median_ms", "p20_ms", "p80_ms", "total_ms"):
                 expected[name] = given[name], f"its rounds give {given[name]:.6g}"
-        size = row.op, row.M, row.N, row.K, row.dtype, row.world_size
-        case = Case(*size, 0, row.model, row.tokens, row.layer, row.widths)
-        # The sizes of other models are not in their rows.
-        known = row.op != "block" or row.model in MODELS
-        for name, ratio in ratios(case, row.direction, row.variant, medians).items() if known else ():
+        case = case_of(row)
+        for name, ratio in ratios(case, row.direction, row.variant, medians).items() if case else ():
             if ratio is not None:
                 expected[name] = ratio, f"the medians of its case give {ratio:.6g}"
         for name, (value, why) in expected.items():
@@ -405,7 +410,8 @@ def rows_of(case: Case, outcomes: Iterable[Outcome], machine: Machine) -> list[M
     for outcome in outcomes:
         if outcome.timing is not None:
             medians.setdefault(outcome.direction, {})[outcome.variant] = outcome.timing.median_ms
-    shared = {name: value for name, value in vars(case).items() if name != "sizes"} | origin(machine)
+    shared = {name: value for name, value in vars(case).items() if name != "sizes"}
+    shared |= origin(machine, case.op)
     shared |= gpu_software() if machine.num_gpus else {}
     rows = []
     for outcome in outcomes:

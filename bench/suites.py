@@ -115,7 +115,7 @@ class Suite:
         if self.of_model is None:
             return []
         block(name, tokens, world_size, dtype, sizes)
-        if world_size > sizes.kv_heads:
+        if self.ops in (("block",), ("grouped",)) and world_size > sizes.kv_heads:
             raise ValueError(f"{name} has {sizes.kv_heads} key-value heads, which {world_size} ranks cannot share")
         found = [
             replace(case, model=name, tokens=tokens, layer=layer)
@@ -131,6 +131,11 @@ class Suite:
         return tuple(dict.fromkeys((*self.bounds, *ours, *self.others)))
 
 
+def _ops(size: Size, dtype: str, world_size: int) -> list[Case]:
+    M, N, K = size
+    return [Case(op, M, N, K, dtype, world_size) for op in OPS]
+
+
 def _mlp(size: Size, dtype: str, world_size: int) -> list[Case]:
     M, num_in, hidden = size
     return [Case("mlp", M, hidden, num_in, dtype, world_size)]
@@ -142,11 +147,13 @@ def _grouped(size: Size, dtype: str, world_size: int) -> list[Case]:
 
 
 def _decode(size: Size, dtype: str, world_size: int) -> list[Case]:
-    return [Case("decode", *size, dtype, world_size)]
+    M, N, K = size
+    return [Case("decode", M, N, K, dtype, world_size)]
 
 
 def _block(size: Size, dtype: str, world_size: int) -> list[Case]:
-    return [Case("block", *size, dtype, world_size)]
+    M, N, K = size
+    return [Case("block", M, N, K, dtype, world_size)]
 
 
 def _collectives(size: Size, dtype: str, world_size: int) -> list[Case]:
@@ -160,7 +167,7 @@ def _bytes(most: int, itemsize: int) -> tuple[Size, ...]:
 
 SUITES: Mapping[str, Suite] = {
     "ops": Suite(
-        "each matmul with its collective", OPS, lambda size, dtype, n: [Case(op, *size, dtype, n) for op in OPS],
+        "each matmul with its collective", OPS, _ops,
         setup=_problem, bounds=("matmul", "comm"), schedules=(*SCHEDULES, "auto"), directions=DIRECTIONS, most_ranks=4,
         seconds=1.0,
     ),
@@ -241,6 +248,8 @@ def cases_of(
     world_size: int, num_gpus: int,
 ) -> Iterator[Case]:  # fmt: skip
     """Yield the cases of a suite but `ops`: of these sizes, or of these models, or those by default."""
+    if suite.of_model is None:
+        models = ()
     if not sizes and not models:
         sizes = suite.on_gpu if num_gpus else suite.on_cpu
         models = () if sizes else ("llama3-8b", "llama3-70b") if num_gpus else ("small",)

@@ -63,9 +63,9 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
         return gpu_state(device.index) if device.type == "cuda" and job.timed else ""
 
     outcome = partial(
-        Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)), nodes=num_nodes(group),
-        gpu_before=state(),
+        Outcome, threads=torch.get_num_threads(), backend=str(dist.get_backend(group)), nodes=num_nodes(group)
     )  # fmt: skip
+    before_gpu = state()
     outcomes, once = [], job.is_long or suite.once
     with torch.no_grad():
         problem = suite.setup(job.case, group, device)
@@ -79,6 +79,10 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
                 peak = Peak(device)
                 verdicts |= gate(problem, (variant,), group, direction, once=once, counted=peak)
                 paths[variant], peaks[variant] = problem.said or _path(variant), peak.num_bytes
+            everyone: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyone, peaks, group=group)
+            for name in peaks:
+                peaks[name] = max((each[name] for each in everyone if each[name] is not None), default=None)
             correct = [name for name in variants if job.timed and not (verdicts[name].error or verdicts[name].missing)]
             runners: dict[str, Callable[[], object]] = {}
             for name in correct:
@@ -102,8 +106,11 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             ]  # fmt: skip
             del runners
             problem.forget_runners(at)
-    conditions = {"gpu_after": state(), "load": os.getloadavg()[0] if job.timed else None}
-    return [*job.absent, *(replace(each, **conditions) for each in outcomes)]
+    # Of the machine of rank 0, as it was before and is now.
+    told: list[Any] = [(before_gpu, state(), os.getloadavg()[0] if job.timed else None)]
+    dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+    first, last, load = told[0]
+    return [*job.absent, *(replace(each, gpu_before=first, gpu_after=last, load=load) for each in outcomes)]
 
 
 def repeated(run: Callable[[], Any], calls: int) -> Callable[[], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections import Counter
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pandas as pd
 
-from .cases import ALONE, SCHEDULES, SEQUENTIAL, SHORT_DTYPES, TITLES
-from .frames import BASELINE, blocks, bound, cases, compared, each, overall, parts, records, timed
+from .cases import ALONE, COLLECTIVES, LAYERED, SCHEDULES, SEQUENTIAL, SHORT_DTYPES, TITLES
+from .frames import BASELINE, blocks, bound, cases, compared, distinct, each, fast_p, overall, parts, records, timed
 from .frames import standings as by_size
 from .store import COLUMNS, NOT_RUN
 
@@ -42,7 +43,7 @@ FORMATS: dict[str, Format] = {
     **dict.fromkeys(("mean", "best", "worst", "speed-up", "over", "over sequential"), times_as_fast),
     **dict.fromkeys(("ratio", "from", "to"), "{:.3f}"),
     **dict.fromkeys(("us", "median_ms", "median, ms", "p20_ms", "p80_ms", "bound_ms"), partial(milliseconds, digits=4)),
-    **dict.fromkeys(("communication hidden", "hidden"), "{:.0%}"),
+    **dict.fromkeys(("communication hidden", "hidden", "scaling", "of bound"), "{:.0%}"),
     **dict.fromkeys(("ms, +-", "25 to 75 %"), "{}"),
 }
 BOUND = (
@@ -186,17 +187,23 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
     """Return a line for each case: times, speed-ups, part of the communication hidden."""
     shown = timed(frame[frame["direction"] == direction])
     variants = [variant for (variant,), _ in parts(shown, "variant")]
-    rivals = [variant for variant in variants if variant not in (*ALONE, SEQUENTIAL, *SCHEDULES)]
+    # `auto` stands for our schedules where it alone was timed.
+    ours_alone = ("auto",) if not set(SCHEDULES[1:]) & set(variants) else ()
+    rivals = [variant for variant in variants if variant not in (*ALONE, SEQUENTIAL, *SCHEDULES, *ours_alone)]
     columns = (BASELINE, SEQUENTIAL, *SCHEDULES[1:])
     lines = []
     for first, case in cases(shown):
         line = _about(first)
         for name in columns:
             line[f"{name}\nms, +-"] = _spread(case.loc[name]) if name in case.index else None
-        for name in (name for name in SCHEDULES[1:] if name in case.index):
+        ours = [name for name in SCHEDULES[1:] if name in case.index] or ["auto"] * ("auto" in case.index)
+        for name in ours if first["world_size"] > 1 or ours != ["auto"] else ():
             row = case.loc[name]
             is_noise = first["world_size"] == 1 or row["low"] <= 1 <= row["high"]
             line[f"speed-up\n{name}"] = times_as_fast(row["speedup"], is_noise) if row["speedup"] > 0 else None
+            line[f"scaling\n{name}"] = row["scaling"]
+            if first["op"] in LAYERED:
+                line[f"tokens/s\n{name}"] = row["tokens_per_s"]
         for name in (name for name in SCHEDULES[1:] if name in case.index):
             row = case.loc[name]
             is_noise = row["overlap_low"] <= 1 <= row["overlap_high"]
@@ -218,12 +225,21 @@ def times(frame: pd.DataFrame, direction: str) -> CellTable:
             f" of matmul is above 1, up to {beyond:.2f}, and hidden above 100 %, where a schedule multiplies chunk by "
             "chunk and chunks fit the caches better than the whole."
         )
-    optional = ("hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul", SEQUENTIAL)
+    optional = ("scaling", "hidden", "of matmul", "comm", *rivals[::-1], "own_matmul", "matmul", SEQUENTIAL)
     return CellTable.of(f"times-{direction}", f"Times, {direction}", lines, note, optional)
 
 
 # Columns of rows that relate a schedule's time to others, by heading.
 _RATIOS = {"of matmul": "matmul_fraction", "hidden": "hidden"}
+
+
+# Further columns of rates, by heading.
+_SHARES = {"tokens/s": "tokens_per_s", "of bound": "roofline", "scaling": "scaling"}
+
+
+def _fastest(case: pd.DataFrame) -> Any:
+    ours = case["median_ms"].drop(list(ALONE), errors="ignore").reindex([*SCHEDULES, "auto"]).dropna()
+    return None if ours.empty else ours.idxmin()
 
 
 def rates(frame: pd.DataFrame, direction: str) -> CellTable:
@@ -234,8 +250,17 @@ def rates(frame: pd.DataFrame, direction: str) -> CellTable:
         line |= {f"{name}\nTFLOP/s": case["tflops"].get(name) for name in ("matmul", "own_matmul", *SCHEDULES)}
         line |= {f"{name}\nGB/s": case[f"{name}_gbps"].get("comm") for name in ("algbw", "busbw")}
         shortest = case["median_ms"].drop(list(ALONE), errors="ignore").min()
+        if first["op"] in COLLECTIVES:
+            line |= {f"busbw\n{name}": rate for name, rate in case["busbw_gbps"].items()}
+        for what_of, column in _SHARES.items():
+            line |= {
+                f"{what_of}\n{name}": case[column].get(name) for name in (*SCHEDULES, "auto") if name in case.index
+            }
+        fastest = _fastest(case)
+        line |= {"peak\nMB": case["peak_bytes"].get(fastest, math.nan) / 1e6, "host\nus": case["host_us"].get(fastest)}
         lines.append(line | {"bound\nms": longest, "bound": what, "bound /\nshortest": longest / shortest})
-    optional = ("algbw", "busbw", "own_matmul", "unfused", "matmul", "decomposed", "fused")
+    optional = ("scaling", "of bound", "tokens/s", "peak", "host", "algbw", "busbw", "own_matmul", "unfused", "matmul",
+                "decomposed", "fused", "auto")  # fmt: skip
     return CellTable.of(f"rates-{direction}", f"Rates, {direction}", lines, BOUND if lines else "", optional)
 
 
@@ -341,6 +366,10 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         told += [f"- other reasons: {len(kinds) - 3}."] if len(kinds) > 3 else []
         first = f"auto takes {schedule} in {count} of {len(taken)} cases:"
         lines += [first, *told] if len(told) > 1 else [f"{first} {told[0].partition(', ')[2]}"]
+    for name, found in fast_p(distinct(frame)).items():
+        if name != SEQUENTIAL and len(found) > 1:
+            shares = [f"{sum(each >= p for each in found) / len(found):.0%} at p = {p:g}" for p in (1, 1.2, 1.5)]
+            lines.append(f"fast_p of {name}, right and p times as fast as the fastest other: {', '.join(shares)}.")
     lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
     alone = timed(frame)["world_size"] == 1
     return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]

@@ -2,19 +2,21 @@
 
 The schedules mark their spans (`fusedtp.trace`). Here they run on fresh ranks, each schedule after the gate and a few
 warm-up calls. Then come recorded rounds, in which the schedules take turns. All ranks enter a round through a barrier.
-The round whose slowest rank is the median is shown. Only the host's work can be recorded: on a CPU that is everything
-but interpreted kernels. On a GPU the host only issues work; use torch.profiler there.
+The round whose slowest rank is the median is shown. On a CPU the host's work is recorded, everything but interpreted
+kernels. On a GPU spans are events on the streams that run the work, from a barrier on, behind a spin that covers the
+host; ranks begin together to within the barrier's skew.
 """
 
 from __future__ import annotations
 
 import json
 import textwrap
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed import ProcessGroup
 
@@ -94,19 +96,19 @@ class Timeline:
         return f"{TITLES.get(about['op'], about['op'])}, {size} on {about['world_size']} ranks"
 
 
-def record(
-    group: ProcessGroup, case: Case, schedules: Sequence[str], rounds: int
-) -> dict[str, list[list[tuple[str, int, int, int]]]]:
+# Spans (kind, peer, begin, end in ns) of a call, and the call itself, last.
+Recorded: TypeAlias = list[tuple[str, int, int, int]]
+
+
+def record(group: ProcessGroup, case: Case, schedules: Sequence[str], rounds: int) -> dict[str, list[Recorded]]:
     """Return this rank's spans (kind, peer, begin, end in ns) of every round by schedule, calls last; collective."""
-    import time
-
     import torch
-    import torch.distributed as dist
 
+    from .operands import device_here
     from .timing import gate
 
-    problem = Problem(case, group, torch.device("cpu"))
-    found: dict[str, list[list[tuple[str, int, int, int]]]] = {schedule: [] for schedule in schedules}
+    problem = Problem(case, group, device_here())
+    found: dict[str, list[Recorded]] = {schedule: [] for schedule in schedules}
     with torch.no_grad():
         for schedule, verdict in gate(problem, schedules, group).items():
             if verdict.error:
@@ -117,14 +119,47 @@ def record(
         for turn in range(rounds * len(schedules)):
             schedule = schedules[(turn + turn // len(schedules)) % len(schedules)]
             run = problem.runner(schedule)
-            dist.barrier(group=group)
-            with trace.recording() as spans:
-                begin = time.perf_counter_ns()
-                result = run()
-                end = time.perf_counter_ns()
-            del result
-            found[schedule].append([*((*span,) for span in spans), ("call", -1, begin, end)])
+            found[schedule].append((_on_device if problem.device.type == "cuda" else _on_host)(run, group))
     return found
+
+
+def _on_host(run: Callable[[], object], group: ProcessGroup) -> Recorded:
+    import torch.distributed as dist
+
+    dist.barrier(group=group)
+    with trace.recording() as spans:
+        begin = time.perf_counter_ns()
+        result = run()
+        end = time.perf_counter_ns()
+    del result
+    return [*((*span,) for span in spans), ("call", -1, begin, end)]
+
+
+def _on_device(run: Callable[[], object], group: ProcessGroup) -> Recorded:
+    # Nanoseconds from this rank's first event, which follows a barrier on the stream and a spin of 10 ms.
+    import torch
+    import torch.distributed as dist
+
+    from .timing import FIRST_MS, spin
+
+    def event() -> torch.cuda.Event:
+        made = torch.cuda.Event(enable_timing=True)
+        made.record()
+        return made
+
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    spin(FIRST_MS)
+    with trace.recording(event) as spans:
+        begin = event()
+        result = run()
+        end = event()
+    torch.cuda.synchronize()
+    del result
+
+    def ns(mark: Any) -> int:
+        return max(0, int(1e6 * begin.elapsed_time(mark)))
+
+    return [*((kind, peer, ns(at), ns(to)) for kind, peer, at, to in spans), ("call", -1, 0, ns(end))]
 
 
 def timeline(
@@ -132,8 +167,9 @@ def timeline(
 ) -> Timeline:
     """Record on ranks started here. RankError if a rank fails, with the gate's message for a wrong result."""
     from .ranks import RankPool
+    from .sweep import rank_environment
 
-    with RankPool(case.world_size, timeout=timeout) as pool:
+    with RankPool(case.world_size, timeout=timeout, env=rank_environment(machine.num_gpus, case.world_size)) as pool:
         ranks = pool.run(record, case, tuple(schedules), rounds)
     marks: list[Mark] = []
     kept: list[dict[str, Any]] = []

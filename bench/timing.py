@@ -3,7 +3,9 @@
 Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op between two clock readings. On a GPU the
 stream spins between the barrier and the first reading, for longer than the host took to issue the call in the first
 round: the GPU's work is timed, and not the launches. Rounds in which the host took longer than the spin are counted
-(`Timing.late_rounds`): a call that waits for the GPU always does. The variants take turns within each round, starting one further every round, so drift affects all alike.
+(`Timing.late_rounds`): a call that waits for the GPU always does.
+
+The variants take turns within each round, starting one further every round, so drift affects all alike.
 Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
 the maximum over ranks. Every round is stored, with the median and the 20th and 80th percentiles. The clock stops when
 everything that the op returned is finished (`operands.finished`), whichever variant it is.
@@ -71,9 +73,12 @@ class Verdict:
         return cls(max(error for error, _ in checks), max(ratio for _, ratio in checks))
 
 
+_UNCOUNTED = nullcontext()
+
+
 def gate(
     problem: Workload, variants: Sequence[str], group: ProcessGroup, direction: str = "forward", *, once: bool = False,
-    counted: AbstractContextManager[object] = nullcontext(),
+    counted: AbstractContextManager[object] = _UNCOUNTED,
 ) -> dict[str, Verdict]:  # fmt: skip
     """Run each variant on the real operands and check its results; all ranks return the same verdicts.
 
@@ -271,6 +276,11 @@ def _agree_on_rounds(
     return int(count), int(counted)
 
 
+def spin(ms: float) -> None:
+    """Let the current stream of a GPU spin for so many milliseconds, or longer."""
+    torch_private.spin(int(ms * _CYCLES_PER_MS))
+
+
 class _HostClock:
     """Wall time between two readings, for ops that have ended when they return."""
 
@@ -310,7 +320,7 @@ class _CudaClock:
         # Ahead of the spin, which begins on all ranks together and is as long on all.
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
-        torch_private.spin(int(self._spin_ms[name] * _CYCLES_PER_MS))
+        spin(self._spin_ms[name])
         begin = time.perf_counter()
         self._start.record()
         result = finished(run())

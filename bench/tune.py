@@ -1,8 +1,8 @@
 """`fusedtp tune`: measure a few sizes of every op by every schedule on this machine, for `schedule="auto"`.
 
-Matmuls are jobs of the sweep, each checked before it is timed. Collectives alone are timed by the sweep's clock, in
-turns. The table keeps quartiles, and by how much each schedule is slower than the fastest beyond noise. On a CPU the
-rates for the cost model are measured too, from collectives of a few bytes and of a few MB.
+Matmuls and collectives are jobs of the sweep, each checked before it is timed. The table keeps quartiles, and by how
+much each schedule is slower than the fastest beyond noise. On a CPU the rates for the cost model are measured too, from
+collectives of a few bytes and of a few MB.
 """
 
 from __future__ import annotations
@@ -10,31 +10,26 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import collectives
 from fusedtp.choose.tuning import Sample
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
-from fusedtp.op import OPS as TABLE
 from fusedtp.sharding.plan import ITEMSIZE
 
-from .cases import EVERY_FLOAT8, OPS, SHAPES, SHORT_DTYPES, Case, Shape, schedules_here, size_of
+from .cases import COLLECTIVES, EVERY_FLOAT8, OPS, SHAPES, SHORT_DTYPES, Case, Shape, schedules_here, size_of
 from .intervals import Timing, ratio
 from .jobs import Job, estimate, seconds_of
-from .operands import device_here
 from .ranks import RankPool
 from .store import PASSED
 from .sweep import rank_environment, run_job
 from .timing import measure
 
-COLLECTIVES = tuple(name for name, op in TABLE.items() if not op.multiplies)
 # A small, a medium and a large size, and one with much communication for its arithmetic.
 CPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     op: ((64, 256, 256), *(SHAPES[name][op][0] for name in ("small", "medium", "square", "comm"))) for op in OPS
@@ -48,22 +43,6 @@ GPU_SHAPES: dict[str, tuple[Shape, ...]] = {
     for op in OPS
 }
 COLLECTIVE_SHAPES = ((64, 64), (1024, 1024), (4096, 2048))
-
-
-def time_collectives(
-    group: ProcessGroup, shape: tuple[int, int], dtype: str, schedules: Sequence[str], seconds: float
-) -> dict[str, dict[str, Timing]]:
-    """Return the times of each collective of a tensor [rows, cols] by schedule; collective."""
-    device, (rows, cols) = device_here(), shape
-    whole = torch.randn(rows, cols, device=device).to(getattr(torch, dtype))
-    runners: dict[str, Callable[[], Tensor]] = {}
-    for op in COLLECTIVES:
-        x = whole[: rows // group.size()] if TABLE[op].kind == "gather" else whole
-        call: Callable[..., Tensor] = getattr(collectives, op)
-        runners |= {f"{op} {name}": partial(call, x, group=group, schedule=name) for name in schedules}
-    with torch.no_grad():
-        timings = measure(runners, group, device, seconds=seconds)
-    return {op: {name: timings[f"{op} {name}"] for name in schedules} for op in COLLECTIVES}
 
 
 def host_ms(group: ProcessGroup, seconds: float) -> float:
@@ -112,76 +91,69 @@ def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
 
 
 def sample_of(case: Case, timings: Mapping[str, Timing]) -> Sample:
-    """Return a matmul's entry in the table."""
+    """Return a case's entry in the table."""
     times = {name: timing for name, timing in timings.items() if name != "matmul"}
     op, n, dtype, rows, cols, third = size_of(case)
     return Sample(op, n, dtype, rows, cols, third, **kept(times))
 
 
-# A matmul, or the collectives of a tensor: (ranks, dtype, rows, cols).
-Step: TypeAlias = "Case | tuple[int, str, int, int]"
-
-
-def steps(world_sizes: Sequence[int], dtypes: Sequence[str], num_gpus: int) -> Iterator[Step]:
-    """Yield the steps to measure, in order. float8 has no collectives alone."""
+def steps(world_sizes: Sequence[int], dtypes: Sequence[str], num_gpus: int) -> Iterator[Case]:
+    """Yield the cases to measure, in order. float8 has no collectives alone."""
     for n, dtype in itertools.product(world_sizes, dtypes):
         if dtype not in EVERY_FLOAT8:
-            yield from ((n, dtype, rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES)
-        for op, shapes in (GPU_SHAPES if num_gpus else CPU_SHAPES).items():
-            yield from (Case(op, *shape, dtype, n) for shape in shapes)
+            shapes = [(rows // n * n, cols) for rows, cols in COLLECTIVE_SHAPES]
+            yield from (Case(op, rows, cols, cols, dtype, n) for rows, cols in shapes for op in COLLECTIVES)
+        for op, sizes in (GPU_SHAPES if num_gpus else CPU_SHAPES).items():
+            yield from (Case(op, *shape, dtype, n) for shape in sizes)
 
 
 def job_of(case: Case, seconds: float, num_gpus: int) -> Job:
-    """Return the job of a matmul: the library's matmul alone, and each schedule that is timed here."""
-    return Job(case, ("matmul", *schedules_here(num_gpus)), True, seconds, num_gpus=num_gpus)
+    """Return the job of a case: each schedule that is timed here, and of a matmul the library's alone."""
+    bounds = ("matmul",) if case.op in OPS else ()
+    return Job(case, (*bounds, *schedules_here(num_gpus)), True, seconds, num_gpus=num_gpus)
 
 
-def about(step: Step, seconds: float, num_gpus: int) -> tuple[str, float]:
-    """Return a step in words, and about how many seconds it takes."""
-    if isinstance(step, Case):
-        op, num_ranks, dtype, rows, cols, third = size_of(step)
-        told = f"{op} {rows} x {cols}, other {third}, {SHORT_DTYPES.get(dtype, dtype)} on {num_ranks}"
-        return told, estimate(job_of(step, seconds, num_gpus))
-    return f"collectives {step[2]} x {step[3]}, {SHORT_DTYPES.get(step[1], step[1])} on {step[0]}", seconds + 0.5
+def about(case: Case, seconds: float, num_gpus: int) -> tuple[str, float]:
+    """Return a case in words, and about how many seconds it takes."""
+    op, num_ranks, dtype, rows, cols, third = size_of(case)
+    other = f", other {third}" * bool(third)
+    told = f"{op} {rows} x {cols}{other}, {SHORT_DTYPES.get(dtype, dtype)} on {num_ranks}"
+    return told, estimate(job_of(case, seconds, num_gpus))
 
 
 def tune(
-    planned: Sequence[Step], *, seconds: float, num_gpus: int, said: Callable[[str], None],
+    planned: Sequence[Case], *, seconds: float, num_gpus: int, said: Callable[[str], None],
     done: Callable[[list[Sample]], object],
 ) -> dict[int, dict[str, Any]]:  # fmt: skip
     """Measure on ranks started here, and return the rates, on CPUs.
 
     `said` is called for each refused variant, `done` after each step with its samples.
     """
-    most = max(step.world_size if isinstance(step, Case) else step[0] for step in planned)
+    most = max(case.world_size for case in planned)
     rates: dict[int, dict[str, Any]] = {}
     # By number of ranks: the library's rate in each dtype, and (bytes, ms by schedule) of all-gathers.
     tflops: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     gathers: dict[int, list[tuple[int, Mapping[str, float]]]] = defaultdict(list)
     with RankPool(most, timeout=300, env=rank_environment(num_gpus, most)) as pool:
-        for step in planned:
-            if isinstance(step, Case):
-                found = time_matmul(pool, job_of(step, seconds, num_gpus), said)
-                samples = [sample_of(step, found)] if "unfused" in found and len(found) > 2 else []
+        for case in planned:
+            n, found = case.world_size, time_case(pool, job_of(case, seconds, num_gpus), said)
+            schedules = found.keys() - {"matmul"}
+            if case.op in OPS:
                 # The matmul alone is the library's, so it is never refused.
-                rate = 2 * step.M * step.N * step.K / step.world_size / found["matmul"].median_ms / 1e9
-                tflops[step.world_size][step.dtype] = max(rate, tflops[step.world_size][step.dtype])
-            else:
-                n, dtype, rows, cols = step
-                given = (rows, cols), dtype, schedules_here(num_gpus), seconds
-                times = pool.run(time_collectives, *given, world_size=n)[0]
-                samples = [Sample(op, n, dtype, rows, cols, 0, **kept(each)) for op, each in times.items()]
-                medians = {name: each.median_ms for name, each in times[ALL_GATHER.name].items()}
-                gathers[n].append((rows * cols * ITEMSIZE[dtype], medians))
-            done(samples)
+                rate = 2 * case.M * case.N * case.K / n / found["matmul"].median_ms / 1e9
+                tflops[n][case.dtype] = max(rate, tflops[n][case.dtype])
+            elif case.op == ALL_GATHER.name and len(schedules) > 1:
+                medians = {name: each.median_ms for name, each in found.items()}
+                gathers[n].append((case.M * case.N * ITEMSIZE[case.dtype], medians))
+            done([sample_of(case, found)] if "unfused" in schedules and len(schedules) > 1 else [])
         for n, found_of in gathers.items() if not num_gpus else ():
-            small, large = found_of[0], found_of[len(COLLECTIVE_SHAPES) - 1]
+            (small, *_), (*_, large) = 2 * [sorted(found_of, key=lambda each: each[0])]
             host = pool.run(host_ms, seconds, world_size=n)[0]
             rates[n] = rates_of(n, host, small[1], large[1], (small[0], large[0]), tflops[n])
     return rates
 
 
-def time_matmul(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:
+def time_case(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:
     """Return the times of each variant that passes; `said` is called for the others."""
     found = {}
     for outcome in pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]:

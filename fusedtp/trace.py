@@ -2,7 +2,7 @@
 
 Otherwise `span` costs a quarter of a microsecond. Times are of `time.perf_counter_ns`, on Linux the system's monotonic
 clock, so the times of several processes of one machine can be compared. Spans do not show a GPU's work, which the host
-only issues.
+only issues, unless the recording has a clock that marks the current stream.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Span(NamedTuple):
     end_ns: int
 
 
+# The clock of a recording: anything that it returns is kept as a span's begin and end.
+_clock: Callable[[], Any] = time.perf_counter_ns
 # Kept during a recording, else None.
 spans: list[Span] | None = None
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
@@ -41,11 +43,11 @@ class _Open:
         self._kind, self._peer = kind, peer
 
     def __enter__(self) -> None:
-        self._begin_ns = time.perf_counter_ns()
+        self._begin_ns = _clock()
 
     def __exit__(self, *_: object) -> None:
         if spans is not None:
-            spans.append(Span(self._kind, self._peer, self._begin_ns, time.perf_counter_ns()))
+            spans.append(Span(self._kind, self._peer, self._begin_ns, _clock()))
 
 
 def span(kind: str, peer: int = -1) -> AbstractContextManager[None]:
@@ -62,13 +64,17 @@ def timed(kind: str, peer: int, function: Callable[..., T], *args: Any) -> T:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Span]]:
-    """Record the spans that end inside, in the order of their ends; RuntimeError during another recording."""
-    global spans
+def recording(clock: Callable[[], Any] = time.perf_counter_ns) -> Iterator[list[Span]]:
+    """Record the spans that end inside, in the order of their ends; RuntimeError during another recording.
+
+    clock: gives the begin and the end of a span, for example an event on the current stream.
+    """
+    global spans, _clock
     if spans is not None:
         raise RuntimeError("spans are being recorded already: one recording at a time")
     kept = spans = []
+    _clock = clock
     try:
         yield kept
     finally:
-        spans = None
+        spans, _clock = None, time.perf_counter_ns

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,7 +97,7 @@ def test_sweeping_again_replaces_and_report_draws_again(swept: tuple[Path, str])
     before = stored(out)
     command("sweep", "--world-size", "1,2", *TINY, *ONLY, "--out", out)
     rows = stored(out)
-    # on two ranks five variants replace ten; on one rank all five are new, one of them not run
+    # on two ranks five variants replace ten; on one rank all five are new, three of them not run
     assert len(rows) == len(before) - 10 + 5 + 5
     (picture,) = out.glob("*/sweep.png")
     picture.unlink()
@@ -203,7 +202,9 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = subprocess.run(given, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Times, forward") == 1
-    assert [(row.variant, row.world_size) for row in stored(tmp_path)] == [(variant, 2) for variant in BASIC]
+    # One rank is the reference of scaling.
+    found = [(row.variant, row.world_size) for row in stored(tmp_path) if row.median_ms]
+    assert found == [("matmul", 1), ("unfused", 1), *((variant, 2) for variant in BASIC)]
 
 
 def test_a_models_block_gives_rows_and_totals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,12 +267,3 @@ def test_explain_shows_steps_bytes_and_flops() -> None:
     predicted = command("explain", spec, "--sizes", "M=8192,K=8192,N=28672", "--mesh", "X=8", "--hardware", "h100")
     step, matmul, total = re.findall(r"(?m)^ +(?:all-gather x|matmul y|total).* ([\d.]+)$", predicted)[:3]
     assert float(step) + float(matmul) == pytest.approx(float(total), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["mlp", "timeline"])
-def test_what_runs_on_cpus_is_refused_beside_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows would be stored under the GPU's name."""
-    here = replace(machine.describe(), gpu="Some", num_gpus=1)
-    monkeypatch.setattr(machine, "describe", lambda: here)
-    assert "GPU" in command(name, "--out", tmp_path, code=2)
-    assert not any(tmp_path.iterdir())

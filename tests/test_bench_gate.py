@@ -15,12 +15,13 @@ from torch.distributed import ProcessGroup
 from fusedtp import reference
 from fusedtp.bench import oracle, problem
 from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, SEQUENTIAL, Case
-from fusedtp.bench.jobs import Job, missing
+from fusedtp.bench.jobs import Job
 from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import Outcome, rows_of
+from fusedtp.bench.suites import missing
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate, measure_checked
 
@@ -318,7 +319,8 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
     has_dtensor = world_size == 2 and not is_float8
     assert ran.pop("dtensor") == ({"all_gather_matmul", "matmul_reduce_scatter"} if has_dtensor else set())
     # One rank has nothing to send.
-    assert ran.pop(SEQUENTIAL) == (set(OPS) if world_size > 1 else set())
+    for name in (SEQUENTIAL, "comm", "decomposed"):
+        assert ran.pop(name) == (set(OPS) if world_size > 1 else set())
     assert ran.pop("own_matmul") == (set() if is_float8 else set(OPS))
     assert all(ops == set(OPS) for ops in ran.values())
     for verdicts in everyone:

@@ -1,116 +1,181 @@
-"""`fusedtp mlp | grouped | decode | overhead`: checks precede timings, and every speed-up has an interval."""
+"""Layers, blocks and collectives as cases of the sweep: right ones pass, wrong ones are refused."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pandas as pd
 import pytest
+import torch
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench import layers, machine
+from fusedtp.bench import machine, store, sweep
+from fusedtp.bench.cases import COLLECTIVES, Case
 from fusedtp.bench.digest import digest
-from fusedtp.bench.intervals import Timing, ratio
-from fusedtp.bench.layers import SUITES
+from fusedtp.bench.intervals import measured, ratio
 from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import origin
+from fusedtp.bench.suites import SUITE_OF, SUITES, missing
+from fusedtp.bench.timing import gate, measure_checked
 
 from . import generated
 from .command import command
 
+CPU = torch.device("cpu")
 # Small sizes with all lengths different; one of q, k and v has one row for each rank.
 SMALL = {"mlp": ("16,8,32", "4x6x2"), "grouped": ("6,8,8,4,2",), "decode": ("1,8,16", "5,12,8")}
+SIZES: dict[str, tuple[int, ...]] = {
+    "mlp": (16, 8, 32), "grouped": (6, 8, 8, 4, 2), "decode": (5, 12, 8), "block": (18, 1408, 512),
+    **dict.fromkeys(COLLECTIVES, (14, 5)),
+}  # fmt: skip
 
 
-def test_rounds_that_spread_are_warned_of() -> None:
-    """The table's verdict has a warning if the rounds of one size spread."""
-    quiet = {name: Timing.of([ms, 1.01 * ms, 1.02 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
-    wild = {name: Timing.of([ms, 2.0 * ms, 3.0 * ms]) for name, ms in (("dtensor", 2.0), ("fusedtp", 1.0))}
-    suite = SUITES["mlp"]
-    for timings, told in ((quiet, False), (wild, True)):
-        frame = pd.DataFrame(layers.rows_of(suite, (16, 8, 32), 2, timings))
-        assert layers.warnings(suite, frame).startswith("Careful, the machine did something else") is told
+def case_of(op: str, world_size: int, dtype: str = "float32") -> Case:
+    (case,) = (each for each in SUITE_OF[op].make(SIZES[op], dtype, world_size) if each.op == op)
+    return replace(case, model="small", tokens=case.M) if op == "block" else case
 
 
-@pytest.mark.parametrize(
-    ("ours", "told"),
-    [([1.0, 1.01, 0.99], "faster"), ([2.5, 1.5, 1.9], "no difference"), ([4.0, 4.1, 4.2], "slower")],
-)
-def test_speedup_has_the_interval_of_its_rounds(ours: list[float], told: str) -> None:
-    timings = {"dtensor": Timing.of([2.0, 2.02, 1.98]), "fusedtp": Timing.of(ours), "local": Timing.of([0.5] * 3)}
-    interval = ratio(timings["dtensor"], timings["fusedtp"])
-    assert interval.ratio == 2.0 / sorted(ours)[1]
-    assert interval.low < interval.ratio < interval.high
-    suite = SUITES["mlp"]
-    (line,) = layers.table(suite, pd.DataFrame(layers.rows_of(suite, (16, 8, 32), 2, timings))).cells.to_dict("records")
-    assert (line["M x D x F"], line["dtensor\nover"], line["against\ndtensor"]) == ("16 x 8 x 32", interval.ratio, told)
-    assert line["95 %\ninterval"] == f"{interval.low:.2f}-{interval.high:.2f}"
+def verdicts(group: ProcessGroup, op: str, dtype: str) -> dict[tuple[str, str], tuple[str, float]]:
+    """Return (error, share of the allowed error) of every variant, by the gate and then in timed rounds."""
+    case, suite, found = case_of(op, group.size(), dtype), SUITE_OF[op], {}
+    with torch.no_grad():
+        layer = suite.setup(case, group, CPU)
+        for direction in suite.directions:
+            names = [
+                each for each in suite.variants(0, ("decomposed", "auto")) if not missing(each, case, direction, 0)
+            ]
+            for name, verdict in gate(layer, names, group, direction).items():
+                found[name, direction] = verdict.error, verdict.error_ratio
+            runners = {name: layer.runner(name, direction) for name in names}
+            for name, (_, verdict) in measure_checked(layer, runners, group, direction, rounds=3).items():
+                error, share = found[name, direction]
+                found[name, direction] = error or verdict.error, max(share, verdict.error_ratio)
+            layer.forget_runners()
+    return found
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", SIZES)
+def test_every_variant_is_right_in_the_gate_and_in_timed_rounds(pool: RankPool, op: str, dtype: str) -> None:
+    """The inputs change between rounds."""
+    first, second = pool.run(verdicts, op, dtype, world_size=2)
+    assert first == second
+    names = {name for name, _ in first}
+    assert {*SUITE_OF[op].bounds, "unfused", "decomposed"} <= names
+    assert {error for error, _ in first.values()} == {""}, first
+    for (name, _), (_, share) in first.items():
+        assert share <= 0.5, "the bound is not met by little"
+        assert share > 0 or name in ("local", "comm") or op == "all_gather"
+
+
+def planted(group: ProcessGroup, op: str, wrong: str) -> list[str]:
+    """Return the errors of variants whose last result has one wrong element, or is that of before."""
+    case, suite, said = case_of(op, group.size()), SUITE_OF[op], []
+    direction = suite.directions[-1]
+    with torch.no_grad():
+        layer = suite.setup(case, group, CPU)
+        for name in ("unfused", *suite.others, "comm"):
+            if name not in suite.variants(0, None) or missing(name, case, direction, 0):
+                continue
+            run, kept = layer.runner(name, direction), []
+
+            def changed(run: Any = run, kept: list[Any] = kept) -> Any:
+                *others, last = (kept and kept[0]) or run()
+                kept.append((*others, last)) if wrong == "kept" else None
+                if wrong == "element":
+                    last = last.clone()
+                    last.view(-1)[0] += 10 * last.norm() / last.numel() ** 0.5
+                return (*others, last)
+
+            if wrong == "kept":
+                found = measure_checked(layer, {name: changed}, group, direction, rounds=2)
+                said.append(f"{name}: {found[name][1].error}")
+            else:
+                try:
+                    layer.check(name, changed(), direction)
+                    said.append(f"{name}: passed")
+                except AssertionError as error:
+                    said.append(f"{name}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("wrong", ["element", "kept"])
+@pytest.mark.parametrize("op", SIZES)
+def test_one_wrong_element_or_a_kept_result_is_refused(pool: RankPool, op: str, wrong: str) -> None:
+    for said in pool.run(planted, op, wrong, world_size=2):
+        assert said
+        for each in said:
+            # Collectives alone send the same tensors in every round.
+            if wrong == "element" or not each.startswith("comm"):
+                assert "of its norm" in each or "are wrong" in each, each
+
+
+def test_speedups_have_the_intervals_of_their_rounds(tmp_path: Path, pool: RankPool) -> None:
+    command("mlp", "--shape", SMALL["mlp"][0], "--world-size", 2, "--seconds", 0, "--out", tmp_path)
+    (path,) = tmp_path.glob("*/mlp.csv")
+    rows = {row.variant: row for row in store.read(path)}
+    ours, base = measured(rows["auto"]), measured(rows["unfused"])
+    assert ours is not None
+    assert base is not None
+    found = ratio(base, ours)
+    assert rows["auto"].speedup_vs_unfused == pytest.approx(found.ratio, rel=1e-3)
+    assert found.low <= found.ratio <= found.high
+    assert rows["auto"].bound_ms == pytest.approx(
+        max(rows[name].median_ms or 0 for name in ("local", "comm")), rel=1e-3
+    )
+    assert rows["auto"].tokens_per_s == pytest.approx(16e3 / (rows["auto"].median_ms or 1), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SMALL)
 def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -> None:
+    """A file of an older layout is replaced."""
+
     @contextmanager
-    def here(ranks: int, timeout: int) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(run_again=lambda *given, told: pool.run(*given, world_size=ranks))
+    def here(ranks: int, **_: Any) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(run=pool.run, close=lambda: None)
 
     suite, num = SUITES[name], len(SMALL[name])
     shapes = [word for size in SMALL[name] for word in ("--shape", size)]
-    with mock.patch.object(layers, "RankPool", here):
+    path = tmp_path / machine.describe().name / f"{name}.csv"
+    path.parent.mkdir()
+    path.write_text("layer,M,D\nMLP,1,2\n")
+    with mock.patch.object(sweep, "RankPool", here):
         said = command(name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
-    assert said.count(f"2/{num}, ") == num - 1
-    assert " x ".join(suite.columns) in said
-    rows = pd.read_csv(tmp_path / machine.describe().name / f"{name}.csv")
-    variants = list(dict.fromkeys(rows["variant"]))
-    assert {*suite.over, "fusedtp", "local"} <= set(variants)
-    assert list(rows["variant"]) == variants * num
-    sizes = [",".join(str(cell).replace(" ", ",") for cell in size) for size in rows[list(suite.columns)].to_numpy()]
-    assert list(dict.fromkeys(sizes)) == [size.replace("x", ",") for size in SMALL[name]]
-    for _, lines in rows.groupby("M"):
-        case = lines.set_index("variant")
-        ours = case.loc["fusedtp"]
-        for other in suite.over:
-            expected = case["median_ms"][other] / ours["median_ms"]
-            assert ours[f"speedup_vs_{other}"] == pytest.approx(expected)
-        fastest = case["median_ms"][list(suite.over)].idxmin()
-        assert ours["speedup_low"] <= ours[f"speedup_vs_{fastest}"] <= ours["speedup_high"]
-        # The interval can be recomputed from the stored rounds.
-        kept = [Timing.of([float(ms) for ms in case["rounds_ms"][each].split()]) for each in (fastest, "fusedtp")]
-        again = ratio(*kept)
-        assert (again.low, again.high) == pytest.approx((ours["speedup_low"], ours["speedup_high"]), rel=1e-3)
+    assert f"{num}/{num}, " in said
+    rows = store.read(path)
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    assert {*suite.others, "auto", "unfused", *suite.bounds} == set(variants)
+    assert [row.variant for row in rows] == variants * num
+    assert {row.gate for row in rows} == {"passed"}
+    sizes = {(row.M, row.widths or row.N, row.K) for row in rows}
+    assert len(sizes) == num
+    assert {row.digest for row in rows} == {digest(0, name)}
+    assert all(row.peak_bytes is not None and row.load is not None and row.nodes == 1 for row in rows)
     if name == "decode":
-        text, ours = generated.decode_table(rows), rows[rows["variant"] == "fusedtp"].set_index("M")
+        frame = pd.read_csv(path)
+        text, ours = generated.decode_table(frame), frame[frame["variant"] == "auto"].set_index("M")["median_ms"]
         (line,) = [line for line in text.splitlines() if line.startswith("| 2 | 5 |")]
-        assert float(line.split("|")[3]) == pytest.approx(ours["speedup_vs_torch"][5], abs=0.006)
+        by_hand = frame[(frame["variant"] == "torch") & (frame["M"] == 5)]["median_ms"].iloc[0]
+        assert float(line.split("|")[3]) == pytest.approx(by_hand / ours[5], abs=0.006)
         assert text.count("|\n") == 2 + 3
         assert "of 8 x 16, 12 x 8; float32, " in text
-
-
-def off_by(group: ProcessGroup, name: str, size: tuple[int, ...]) -> str:
-    with mock.patch.object(layers, "TOLERANCE", 0.0), pytest.raises(AssertionError) as caught:
-        layers.compare(group, name, size, 0.0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", SUITES)
-def test_what_is_off_is_refused(name: str, pool: RankPool) -> None:
-    size = tuple(map(int, SMALL[name][0].split(",")))
-    told = pool.run(off_by, name, size, world_size=2)
-    assert all(" is off by " in each and f"at {size}" in each for each in told), told
 
 
 def test_sizes_are_those_that_ranks_can_share() -> None:
     """The default sizes can be split over powers of two."""
     for suite in SUITES.values():
-        for size, world_size in itertools.product(suite.sizes, (2, 4, 8)):
-            suite.check_size(size, world_size)
+        for size, world_size in itertools.product(suite.on_cpu, (2, 4, 8)):
+            suite.sized(size, "float32", world_size)
     for name, size in (("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")):
-        assert "--shape" in command(name, "--shape", size, code=2)
+        assert "--shape" in command(name, "--shape", size, "--world-size", 2, code=2)
 
 
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:

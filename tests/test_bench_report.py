@@ -139,10 +139,13 @@ def test_page_is_whole_and_fetches_nothing(written: Path) -> None:
 def test_every_section_and_figure_is_there_the_latter_as_png_too(written: Path) -> None:
     found = Page(written.with_suffix(".html").read_text())
     pictures = [*report.PICTURES, "timeline"]
-    assert pictures == ["time", "speedup", "parts", "timeline"]
-    assert found.sections == ["short", "sizes", "blocks", *pictures, "times", "refused", "checked", "rows"]
+    assert pictures == ["tokens", "fast", "time", "speedup", "parts", "busbw", "timeline"]
+    shown = [name for name in pictures if name not in ("tokens", "busbw")]
+    assert found.sections == ["short", "sizes", "blocks", *shown, "times", "refused", "checked", "rows"]
     drawn = {path.stem for path in report.folder_of(written).iterdir()}
     assert drawn == {
+        "fast-tiny-forward",
+        "fast-single-matmuls-forward",
         "time-single-matmuls-forward-fp32",
         "speedup-single-matmuls-forward",
         "parts-tiny-forward-2-ranks",

@@ -102,7 +102,7 @@ def case_rows(launch: int = 0) -> list[Measurement]:
 
 NUMBERS_OF_A_CASE = [
     "median_ms", "p20_ms", "p80_ms", "total_ms", "rounds_ms", "speedup_vs_unfused", "speedup_vs_sequential",
-    "matmul_fraction", "hidden", "tflops", "bound_ms", "algbw_gbps", "busbw_gbps",
+    "matmul_fraction", "hidden", "tflops", "bound_ms", "algbw_gbps", "busbw_gbps", "roofline", "tokens_per_s",
 ]  # fmt: skip
 
 
@@ -159,7 +159,10 @@ def test_rows_of_two_runs_in_one_case_are_refused(path: Path, name: str) -> None
         store.read(path)
     # Two cases may be of two runs, and a row without a time is compared with nothing.
     untimed = dict.fromkeys(NUMBERS) | {"rounds_ms": (), "rounds": 0, "gate": store.NOT_RUN + "here"}
-    store.write(path, [*rows, replace(other, M=1024, tflops=None), replace(other, variant="fused", **untimed)])
+    store.write(
+        path,
+        [*rows, replace(other, M=1024, tflops=None, tokens_per_s=None), replace(other, variant="fused", **untimed)],
+    )
     assert len(store.read(path)) == len(rows) + 2
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -16,16 +17,18 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench import digest
-from fusedtp.bench.cases import BOUNDS, DIRECTIONS, FLOAT8, MXFP8, OPS, Case
-from fusedtp.bench.jobs import missing
-from fusedtp.bench.layers import SUITES
+from fusedtp.bench.cases import BOUNDS, COLLECTIVES, DIRECTIONS, FLOAT8, MXFP8, OPS, Case
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.suites import SUITE_OF, missing
 
 from . import generated
 
 VARIANTS = (*BOUNDS, "unfused", "sequential", "decomposed", "auto", "dtensor")
-SIZES = {"decode": (4, 64, 64), "mlp": (16, 32, 64), "grouped": (16, 32, 32, 16, 16)}
+SIZES: dict[str, tuple[int, ...]] = {
+    "decode": (4, 64, 64), "mlp": (16, 32, 64), "grouped": (16, 32, 32, 16, 16), "block": (16, 1408, 512),
+    **dict.fromkeys(COLLECTIVES, (16, 32)),
+}  # fmt: skip
 
 
 class Watch:
@@ -67,11 +70,14 @@ def entered(group: ProcessGroup) -> dict[str, set[str]]:
             for direction, variant in itertools.product(DIRECTIONS if dtype == "float32" else DIRECTIONS[:1], VARIANTS):
                 if not missing(variant, case, direction, 0):
                     found[""].call(problem.runner(variant, direction))
-    for name, size in SIZES.items():
-        runners, _ = SUITES[name].make(group, "auto", *size)
-        with torch.inference_mode(not SUITES[name].has_backward):
-            for run in runners.values():
-                found[name].call(run)
+        for name, size in SIZES.items():
+            suite = SUITE_OF[name]
+            (case,) = (each for each in suite.make(size, "float32", group.size()) if each.op == name)
+            case = replace(case, model="small", tokens=16) if name == "block" else case
+            layer = suite.setup(case, group, torch.device("cpu"))
+            for direction, variant in itertools.product(suite.directions, suite.variants(0, None)):
+                if not missing(variant, case, direction, 0):
+                    found[name].call(layer.runner(variant, direction))
     return {name: watch.seen for name, watch in found.items()}
 
 
@@ -134,7 +140,7 @@ def test_a_cpus_digest_leaves_out_kernels_and_a_gpus_has_them() -> None:
     kernels = {f"kernels/{path.name}" for path in (digest.ROOT / "kernels").glob("*.py")}
     assert kernels <= on_gpu
     assert "kernels/gather_matmul.py" in kernels
-    assert len({digest.digest(0), digest.digest(1), *(digest.digest(0, layer) for layer in digest.LAYERS)}) == 5
+    assert len({digest.digest(0), digest.digest(1), *(digest.digest(0, layer) for layer in digest.LAYERS)}) == 7
 
 
 def test_rows_of_other_code_are_said_to_be() -> None:

@@ -285,14 +285,14 @@ def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
     said: list[str] = []
     case = Case("all_gather_matmul", 33, 24, 16, "float32", 2)
     job = tune.job_of(case, 0.0, 0)
-    assert set(tune.time_matmul(SimpleNamespace(run=run), job, said.append)) == {"matmul", "unfused"}  # type: ignore[arg-type]
+    assert set(tune.time_case(SimpleNamespace(run=run), job, said.append)) == {"matmul", "unfused"}  # type: ignore[arg-type]
     (refused,) = said
     assert refused.startswith(f"refused: decomposed: {case}, forward, decomposed, rank 1: y: ")
     assert "elements are wrong" in refused
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(planned: list[tune.Step], *, done: Callable[[list[Sample]], None], **_: Any) -> None:
+    def measure(planned: list[Case], *, done: Callable[[list[Sample]], None], **_: Any) -> None:
         done([sample(unfused=5.0)])
         raise KeyboardInterrupt
 
@@ -301,7 +301,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tuning.write(target, tuning.dump(Table(tuning.identity(), (sample(), other), {})))
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--out", str(target), "--world-size", "2"])
     assert result.exit_code == 130, result.output
-    assert re.search(r"1/18, \d+ s, \d+ s left: collectives 64 x 64, fp32 on 2", result.output)
+    assert re.search(r"1/24, \d+ s, \d+ s left: all_gather 64 x 64, fp32 on 2", result.output)
     assert f"the sizes measured so far are in\n{target}\n" in result.output
     table, _, _ = tuning.load(target)
     assert table.samples == (other, sample(unfused=5.0))

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -24,9 +25,10 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import fsdp, reference
-from fusedtp.bench import gpu, gpu_ranks
-from fusedtp.bench.gpu_cases import ERROR, PASSED, WRONG
+from fusedtp.bench import checks, gpu, store
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.timing import measure
 from fusedtp.workspaces import registry
 
 pytestmark = pytest.mark.virtual_gpu
@@ -43,7 +45,7 @@ def ranks() -> Iterator[RankPool]:
 
 def where(group: ProcessGroup) -> tuple[str, str, bool]:
     """Return torch's device type and backend of the group, and whether fresh memory is NaN."""
-    device = gpu_ranks.prepare()
+    device = checks.prepare()
     fresh = torch.empty(1 << 12, device=device)
     return device.type, str(torch.distributed.get_backend_config(group)), bool(fresh.isnan().all())
 
@@ -54,15 +56,15 @@ def test_ranks_have_a_gpu_each(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("schedule", ["fused", "decomposed"])
-@pytest.mark.parametrize("op", gpu_ranks.LAYERS)
+@pytest.mark.parametrize("op", checks.LAYERS)
 def test_layers(ranks: RankPool, op: str, schedule: str, dtype: str) -> None:
     """Forward and every gradient by every algorithm, with uneven shards, against float64."""
-    ranks.run(gpu_ranks.layer, op, schedule, dtype, gpu_ranks.TINY)
+    ranks.run(checks.layer, op, schedule, dtype, checks.TINY)
 
 
 def nothing_on_rank_1(group: ProcessGroup, dtype: str) -> None:
     """Check a gather of rows, forward and backward, in which rank 1 has none."""
-    device, dtype = gpu_ranks.prepare(), getattr(torch, dtype)
+    device, dtype = checks.prepare(), getattr(torch, dtype)
     x, w = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype) for shape in ((40, 48), (64, 48)))
     mine = x.split((40, 0))[group.rank()].to(device).requires_grad_()
     weight = w.chunk(2)[group.rank()].to(device).requires_grad_()
@@ -82,18 +84,18 @@ def test_a_rank_without_rows(ranks: RankPool) -> None:
 
 
 def test_collectives_and_trees(ranks: RankPool) -> None:
-    ranks.run(gpu_ranks.collectives, "bfloat16", (7, 5))
-    ranks.run(gpu_ranks.trees, "bfloat16", (19, 24, 40))
+    ranks.run(checks.collectives, "bfloat16", (7, 5))
+    ranks.run(checks.trees, "bfloat16", (19, 24, 40))
 
 
 def test_gathers_that_are_copied(ranks: RankPool) -> None:
     """The copies and stream writes are torch's own."""
-    ranks.run(gpu_ranks.copies, gpu_ranks.TINY)
+    ranks.run(checks.copies, checks.TINY)
 
 
 def in_lanes(group: ProcessGroup) -> tuple[bool, str]:
     """Gather and reduce as FSDP2 does, in flight and in turn, beside a fused op; then let rank 1 miss a gather."""
-    device, n, rank = gpu_ranks.prepare(), group.size(), group.rank()
+    device, n, rank = checks.prepare(), group.size(), group.rank()
     # `auto` may take NCCL at this size.
     gather, reduce = fsdp._AllGather("decomposed"), fsdp._ReduceScatter("decomposed")
     terms, right = torch.arange(64.0 * n, device=device) * (1 + rank), []
@@ -136,24 +138,24 @@ def test_fsdp_gathers_and_reduces_in_lanes(ranks: RankPool) -> None:
 
 def test_captured_graphs_replay(ranks: RankPool) -> None:
     """torch.cuda.CUDAGraph with new inputs at every replay: one op, and a layer's forward and backward."""
-    ranks.run(gpu_ranks.replays, 3)
-    ranks.run(gpu_ranks.replays_of_a_layer, 3)
+    ranks.run(checks.replays, 3)
+    ranks.run(checks.replays_of_a_layer, 3)
 
 
 def test_graphs_replay_on_several_streams(ranks: RankPool) -> None:
     """Replays are late, and take their nodes in any order that the graph allows (stub/graph.h)."""
-    ranks.run(gpu_ranks.replays_on_streams, 5)
+    ranks.run(checks.replays_on_streams, 5)
 
 
 def test_a_timeout_names_the_peer(ranks: RankPool) -> None:
-    first, second = ranks.run(gpu_ranks.missing)
+    first, second = ranks.run(checks.missing)
     assert "rank 1" in first
     assert not second
 
 
 def grown(group: ProcessGroup) -> tuple[bool, bool]:
     """Return whether an arena grew, and whether ops are right in it and, after `destroy`, in a new one."""
-    device = gpu_ranks.prepare()
+    device = checks.prepare()
     ws = registry.get(group, device)
     before = ws.half_bytes
     ws.require(2 * before, 300)
@@ -184,6 +186,55 @@ def test_the_sweep_takes_its_cuda_path(tmp_path: Path) -> None:
     assert rows.op.nunique() == 3
 
 
+def hosts(group: ProcessGroup) -> dict[str, Timing]:
+    """Time one addition, issued at once, by a host that sleeps, by one that is late after the first round."""
+    device = checks.prepare()
+    x, calls = torch.zeros(64, device=device), Counter[str]()
+
+    def issued(name: str, first: float, later: float) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            calls[name] += 1
+            time.sleep(first if calls[name] == 1 else later)
+            return x + 1
+
+        return run
+
+    runners = {"at once": issued("at once", 0, 0), "sleeps": issued("sleeps", 0.02, 0.02)}
+    runners |= {"late": issued("late", 0, 0.05)}
+    return measure(runners, group, device, rounds=7)
+
+
+def test_a_call_whose_host_sleeps_is_not_timed_longer(ranks: RankPool) -> None:
+    """The spin ahead of a call is as long as its host needs; rounds in which it was too short are counted."""
+    found = ranks.run(hosts)
+    assert found[0] == found[1]
+    at_once, sleeps, late = (found[0][name] for name in ("at once", "sleeps", "late"))
+    assert sleeps.median_ms < at_once.median_ms + 5, found
+    assert (sleeps.host_us or 0) > 20_000
+    assert sleeps.late_rounds <= 2
+    assert late.median_ms > 30
+    assert late.late_rounds == 6
+
+
+def test_layers_a_block_and_decoding_are_swept(tmp_path: Path) -> None:
+    """From start to page, on two devices, and as graphs."""
+    options = ("--suite", "block,decode", "--model", "small", "--tokens", "16", "--world-size", "2", "--rounds", "2")
+    for more in ((), ("--graph",)):
+        command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "sweep", *options, *more, "--out", str(tmp_path)]
+        done = subprocess.run(command, env={**os.environ, **ENV}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (path,) = tmp_path.glob("*/sweep.csv")
+    rows = store.read(path)
+    assert {row.op for row in rows} == {"block", "decode"}
+    timed = [row for row in rows if row.median_ms]
+    assert {row.graph for row in timed} == {False, True}
+    assert all(row.host_us and row.peak_bytes is not None and row.nccl for row in timed)
+    assert any(row.path.endswith("; captured") for row in timed if row.graph)
+    command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "report", str(path)]
+    subprocess.run(command, env={**os.environ, **ENV}, check=True, capture_output=True)
+    assert "tokens/s" in path.with_suffix(".html").read_text()
+
+
 def test_the_gpu_command_ends_in_time_with_a_row_an_item(tmp_path: Path) -> None:
     """A dry run of every item, with two ranks on one GPU: all checks pass."""
     command = [sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--dry-run", "--seconds", "540", "--out", str(tmp_path)]
@@ -192,7 +243,7 @@ def test_the_gpu_command_ends_in_time_with_a_row_an_item(tmp_path: Path) -> None
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert time.monotonic() - begin < 560, done.stdout[-2000:]
     rows = pd.concat(map(pd.read_csv, tmp_path.glob("gpu-*.csv")))
-    assert set(rows.item) >= set(gpu.PLAN)
-    failed = rows[rows.status.isin([WRONG, ERROR])]
-    assert failed.empty, failed[["item", "case", "variant", "status", "detail"]].to_string()
-    assert (rows.status == PASSED).sum() > 90
+    assert {path.stem for path in tmp_path.glob("gpu-*.csv")} == {f"gpu-{name}" for name in gpu.plan()}
+    failed = rows[(rows.gate != "passed") & ~rows.gate.str.startswith("not run: ")]
+    assert failed.empty, failed[["layer", "variant", "gate"]].to_string()
+    assert (rows.gate == "passed").sum() > 90

@@ -10,8 +10,10 @@ import ctypes
 import functools
 import itertools
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import triton
@@ -59,6 +61,25 @@ def execute(launch: Launch) -> None:
         machine.run(Schedule(next(_seeds), residents=8, shared=True, limit=1 << 62))
 
 
+# The stub of the runtime, which is preloaded, keeps the device's time.
+_runtime: Any = ctypes.CDLL(None)
+
+
+def counted(run: Callable[[], Any]) -> Any:
+    """Run what stands for a kernel, and add the time that it takes to the device's."""
+    begin = time.monotonic()
+    try:
+        return run()
+    finally:
+        length = time.monotonic() - begin
+        _runtime.stub_work(ctypes.c_double(1e3 * begin), ctypes.c_double(1e3 * length))
+
+
+def spin(ms: float) -> None:
+    """Let the device's time run ahead of the host's."""
+    _runtime.stub_spin(ctypes.c_double(ms))
+
+
 # The nodes of this process's graphs, by number.
 _nodes: list[Callable[[], object]] = []
 _Callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -97,4 +118,4 @@ def listen() -> Stub:
     """Execute every kernel of this process in its launch, or at each replay of the graph that captures it."""
     triton.knobs.runtime.add_stages_inspection_hook = ptx_is_the_image
     libcuda().stub_on_node(_run_node)
-    return Stub(lambda launch: put(lambda: execute(launch), launch.stream) or execute(launch))
+    return Stub(lambda launch: put(lambda: execute(launch), launch.stream) or counted(lambda: execute(launch)))

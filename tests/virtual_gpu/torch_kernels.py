@@ -25,6 +25,15 @@ _KEPT = {
 }  # fmt: skip
 
 _library: Any = None
+# CPU generators that stand for a device's: the same seed gives the same numbers on every rank.
+_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+
+
+def _on_cpu(x: torch.Generator) -> torch.Generator:
+    known = _generators.get(id(x))
+    if known is None or known[0] is not x:
+        known = _generators[id(x)] = x, torch.Generator().manual_seed(x.initial_seed())
+    return known[1]
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -51,13 +60,13 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, torch.device) and x.type == "cuda":
             device = x
             return torch.device("cpu")
-        return None if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
+        return _on_cpu(x) if isinstance(x, torch.Generator) and x.device.type == "cuda" else x
 
     host_args, host_kwargs = tree_unflatten([there(each) for each in leaves], tree)
     stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device is None else device.index or 0)
     if cuda.is_capturing(stream):
         return _captured(op, host_args, host_kwargs, given, device, stream)
-    made = op(*host_args, **host_kwargs)
+    made = cuda.counted(lambda: op(*host_args, **host_kwargs))
     for host, own in given:
         # An `out` that was empty.
         if host.shape != own.shape:
@@ -130,5 +139,5 @@ def install() -> None:
                     else getattr(getattr(torch.ops.aten, base), overload or "default")
                 )
                 _library.impl(name, _as(op), "CUDA", allow_override=True)
-    # The kernel that spins before a timing; here the host is never ahead of the device.
-    torch._C._cuda_sleep = lambda cycles: None  # type: ignore[attr-defined]
+    # The kernel that spins before a timing, at 2 GHz: it lets the device's time run ahead, and the host goes on.
+    torch._C._cuda_sleep = lambda cycles: cuda.spin(cycles / 2e6)  # type: ignore[attr-defined]
