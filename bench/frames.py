@@ -159,9 +159,8 @@ def distinct(frame: pd.DataFrame) -> pd.DataFrame:
     )
     own = zip(frame[keys].astype(str).itertuples(index=False, name=None), taken, strict=True)
     names = {"": SCHEDULES[1:]}
-    same = pd.Series(
-        [any((*key, name) in there for name in names.get(ran, (ran,))) for key, ran in own], index=frame.index, dtype=bool
-    )  # fmt: skip
+    found = [any((*key, name) in there for name in names.get(ran, (ran,))) for key, ran in own]
+    same = pd.Series(found, index=frame.index, dtype=bool)
     return frame[~((frame["variant"] == "auto") & same)]
 
 

@@ -213,7 +213,7 @@ def test_a_call_whose_host_sleeps_is_not_timed_longer(ranks: RankPool) -> None:
     assert (sleeps.host_us or 0) > 20_000
     assert sleeps.late_rounds <= 2
     assert late.median_ms > 30
-    assert late.late_rounds == 6
+    assert late.late_rounds == 7
 
 
 def test_layers_a_block_and_decoding_are_swept(tmp_path: Path) -> None:
