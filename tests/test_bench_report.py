@@ -241,7 +241,9 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
         found += [make_row(M=size, variant="decomposed", median_ms=median, p20_ms=p20, p80_ms=p80)]
     shown = tables.times(frame_of(found), "forward").cells["speed-up\ndecomposed"]
     assert list(shown) == ["2.00x", "1.25x", "~2.50x", "~0.91x"]
-    gain, ends = tables.verdict(frame_of(found))
+    gain, ends, share = tables.verdict(frame_of(found))
+    # unfused is the fastest other implementation here: two of four cases are 1.5 times as fast, by medians.
+    assert share.endswith("fastest other: 75% at p = 1, 75% at p = 1.2, 50% at p = 1.5.")
     assert gain.startswith("Gain: decomposed is faster than unfused in 2 of 4 cases, slower in 0")
     most = r"Largest speed-up beyond noise: 2\.00x \(.* at .*512 x 1024.*; smallest: "
     assert re.match(most + r"0\.91x \(.*, no difference\) at .*4096 x 1024", ends)
@@ -250,7 +252,7 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     assert re.match(most + r"0\.95x \([\d. to]*\) at .*8192 x 1024", tables.verdict(frame_of(found))[1])
     found += [replace(row, variant="auto", path=f"fused: {row.M}") for row in found if row.variant == "decomposed"]
     assert tables.verdict(frame_of(found))[2:4] == ["auto takes fused in 5 of 5 cases:", "- in 1, 512."]
-    assert tables.verdict(frame_of(found))[5:] == ["- in 1, 2048.", "- other reasons: 2."]
+    assert tables.verdict(frame_of(found))[5:7] == ["- in 1, 2048.", "- other reasons: 2."]
 
 
 @pytest.mark.parametrize("range_ms", [(1.0, 1.2), (3.2, 9.5), (1.0, 30.0), (1e-6, 1e4), (5.0, 5.0)])

@@ -1,4 +1,4 @@
-"""Two nodes, made of network and pid namespaces: what runs between them has times, and the rest says why it has none."""
+"""Two nodes, made of network and pid namespaces: what runs between them has times, the rest says why it has none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def test_two_nodes_time_what_reaches_over_them(nodes: tuple[str, ...], tmp_path:
         # A node sees only its own processes: memory is not shared through those of the other.
         inside = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--mount-proc"]
         command = [*inside, *launcher, "--node-rank", str(i), *sweep, "--out", str(tmp_path / name)]
-        started.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        started.append(
+            subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
     said = [process.communicate(timeout=200)[0].decode() for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     (path,) = (tmp_path / nodes[0]).glob("*/sweep.csv")
