@@ -22,7 +22,7 @@ if not (ROOT / "schedules").exists():
 
 CLOCK = ("bench/timing.py", "bench/operands.py")
 CPU = (
-    "bench/peers/dtensor.py", "bench/sequential.py", "calls/arguments.py", "calls/autograd.py", "calls/bound.py",
+    "bench/peers.py", "calls/arguments.py", "calls/autograd.py", "calls/bound.py",
     "calls/call.py", "calls/operators.py", "calls/parameters.py", "calls/program.py", "choose/dispatch.py",
     "choose/paths.py", "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py",
     "scaled.py", "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
@@ -32,7 +32,7 @@ CPU = (
 )  # fmt: skip
 # Folders stand for all their modules.
 GPU = (
-    "bench/peers", "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py",
+    "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py",
     "workspaces/agreement.py",
 )  # fmt: skip
 # Tables of properties that calls read, and the closure that all variants share.

@@ -22,12 +22,12 @@ import torch
 import typer
 from torch.distributed import ProcessGroup
 
-from . import arguments, checks, forks
+from . import arguments, checks
 from .cases import Case, block
 from .gpu_kernels import DOWN, FUSED, KERNELS, UP, Size
 from .jobs import Job
 from .machine import Machine, describe
-from .ranks import RankError, RankPool
+from .ranks import RankError, RankPool, kept
 from .store import PASSED, Measurement, Outcome, rows_of, update
 from .suites import SUITE_OF
 from .sweep import run_on
@@ -254,7 +254,7 @@ def run_all(items: dict[str, Item], out: Path, end: float, machine: Machine) -> 
     """Run the items; return how many rows there are by status."""
     total = Counter[str]()
     names = list(items)
-    with forks.kept():
+    with kept():
         # Compile after the first item, if that item compiles little itself.
         place = 0 if items[names[0]].compiles else 1
         todo = [*names[:place], KERNEL_STEP, *names[place:]]

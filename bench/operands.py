@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from fusedtp import functional, reference
+from fusedtp import collectives, functional, reference, trace
 from fusedtp.float8 import E8M0
-from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled
+from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled, unpacked
 from fusedtp.schedules.local import mm
 from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
@@ -347,3 +347,66 @@ def passes(
     with torch.enable_grad():
         y = call(*leaves)
     return lambda: differentiate(y, True)
+
+
+def sequential(operands: Operands, group: ProcessGroup) -> Callable[[Any, Any], Tensor]:
+    """Return y = call(x, w) by this package's own collective and one whole matmul; float8 has no gradient.
+
+    The transport is that of `decomposed`: the same symmetric memory, on a GPU the copy engine. No matmul is split, and
+    nothing overlaps. So unfused / sequential is what the transport gains, sequential / a schedule what overlap gains.
+
+        kind         forward               dx                     dw
+        gather       gather(x) @ w.T       scatter(dy @ w)        dy.T @ gather(x)
+        scatter      scatter(x @ w.T)      gather(dy) @ w         gather(dy).T @ x
+        all_reduce   reduce(x @ w.T)       dy @ w                 dy.T @ x
+
+    As in the schedules, forward keeps its own shards alone, backward gathers again, and dx and dw share a gather.
+    """
+    given: dict[str, Any] = {"group": group, "schedule": "decomposed"}
+    even = {**given, "sizes": operands.m_sizes}
+    gather, scatter = partial(collectives.all_gather, **even), partial(collectives.reduce_scatter, **even)
+    reduce = {"scatter": scatter, "all_reduce": partial(collectives.all_reduce, **given)}.get(operands.case.kind)
+    if operands.case.is_float8:
+        return partial(_float8, operands.dtype, gather, reduce)
+    apply: Any = _Sequential.apply
+    return lambda x, w: apply(x, w, gather, scatter, reduce)
+
+
+def _multiplied(a: Any, b: Any) -> Tensor:
+    with trace.span("multiply"):
+        return mm(a, b)
+
+
+class _Sequential(torch.autograd.Function):
+    """y = x @ w.T with a gather of x, or with a `reduce` of the product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, gather: Any, scatter: Any, reduce: Any) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.gather, ctx.scatter, ctx.reduce = gather, scatter, reduce
+        if reduce is None:
+            return _multiplied(gather(x), w.t())
+        return reduce(_multiplied(x, w.t()))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,), (x, w) = grads, ctx.saved_tensors
+        if ctx.reduce is ctx.scatter:
+            dy = ctx.gather(dy)
+        dx = _multiplied(dy, w)
+        if ctx.reduce is None:
+            dx, x = ctx.scatter(dx), ctx.gather(x)
+        return dx, _multiplied(dy.t(), x), None, None, None
+
+
+def _float8(out: torch.dtype, gather: Any, reduce: Any, x: Scaled, w: Scaled) -> Tensor:
+    # Scales travel with rows, in a matrix of bytes that is viewed as the results' dtype, as no collective takes bytes.
+    own, other = Quantized.of(x, out), Quantized.of(w, out).t()
+    if reduce is not None:
+        return reduce(_multiplied(own, other))  # type: ignore[no-any-return]
+    rows = own.data.new_zeros(
+        own.shape[0], packed_bytes(own.shape[1], blocks=own.blocks is not None), dtype=torch.uint8
+    )
+    pack_into(rows, own)
+    whole = gather(rows.view(out)).view(torch.uint8)
+    return _multiplied(unpacked(whole, own.shape[1], own), other)

@@ -18,9 +18,9 @@ from fusedtp import collectives, reference
 from fusedtp.scaled import Quantized, unpacked
 from fusedtp.schedules import SCHEDULES as TABLE
 
-from . import providers, sequential
+from . import providers
 from .cases import ALONE, BOUNDS, OWN, SCHEDULES, SEQUENTIAL, Case, check_direction
-from .operands import Operands, Results, Runner, is_unfinished, passes
+from .operands import Operands, Results, Runner, is_unfinished, passes, sequential
 
 # Rows of each result that `glance` checks.
 GLANCED = 8
@@ -68,7 +68,7 @@ class Problem(Operands):
         if variant not in OWN:
             return providers.named(variant).runner(self, self.group, direction)
         if variant == SEQUENTIAL:
-            return passes(sequential.call(self, self.group), self.x, self.w, self, direction)
+            return passes(sequential(self, self.group), self.x, self.w, self, direction)
         assert variant in (*SCHEDULES, "auto"), variant
         return passes(self.linear(self.group, schedule=variant), self.x, self.w, self, direction)
 

@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     from .operands import Operands, Runner
 
 GROUP = "fusedtp.providers"
-# Modules of providers in the order of timing; `orders` has two more.
-_MODULES = ("dtensor", "torch_symm_mem", "async_tp", "nccl_windows")
-_PLACES = {name: f"{name}:PROVIDER" for name in _MODULES} | {"tree": "orders:TREE", "switch": "orders:SWITCH"}
+# The bundled ones, in the order of timing, and their names in `peers`.
+_PLACES = {
+    "dtensor": "DTENSOR", "torch_symm_mem": "SYMM_MEM", "async_tp": "ASYNC_TP", "nccl_windows": "WINDOWS",
+    "tree": "TREE", "switch": "SWITCH",
+}  # fmt: skip
 SHIPPED = tuple(_PLACES)
 # Names that the command line can split at commas, and names that it reserves.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
@@ -88,7 +90,7 @@ class ProvidersFound:
 @functools.cache
 def found() -> ProvidersFound:
     """Return all providers of this process."""
-    points = [EntryPoint(name, f"fusedtp.bench.peers.{place}", GROUP) for name, place in _PLACES.items()]
+    points = [EntryPoint(name, f"fusedtp.bench.peers:{place}", GROUP) for name, place in _PLACES.items()]
     warnings = []
     try:
         points += sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import fusedtp
-from fusedtp.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from fusedtp.layers import ColumnParallelLinear, RowParallelLinear
 from fusedtp.op import RANK_ORDER, Order
 from fusedtp.scaled import Float8
 
 from . import theme
+from .cases import BlockSizes
+from .layers import DecoderBlock
 from .machine import describe
 from .ranks import RankPool
 from .store import origin
@@ -59,57 +62,17 @@ class Training:
     order: Order = RANK_ORDER
 
 
-class PlainMLP(nn.Module):
-    """SwiGLU in one process, drawn like ParallelMLP: gate, up, down."""
-
-    def __init__(self, hidden: int, intermediate: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-
-
-class TrainedBlock(nn.Module):
-    """Attention and MLP; made of plain layers if `tensor` is None."""
-
-    def __init__(self, settings: Training, tensor: ProcessGroup | None, schedule: str) -> None:
-        super().__init__()
-        hidden, self.size = settings.hidden, settings.hidden // settings.heads
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        if tensor is None:
-            self.qkv: nn.Module = nn.Linear(hidden, 3 * hidden, bias=False)
-            self.out: nn.Module = nn.Linear(hidden, hidden, bias=False)
-            self.mlp: nn.Module = PlainMLP(hidden, settings.intermediate)
-            return
-        options: dict[str, Any] = {
-            "bias": False, "group": tensor, "schedule": schedule, "float8": settings.float8, "order": settings.order
-        }  # fmt: skip
-        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, **options)
-        self.out = RowParallelLinear(hidden, hidden, **options)
-        self.mlp = ParallelMLP(hidden, settings.intermediate, activation="swiglu", **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(self._attend(self.qkv(self.attention_norm(x))))
-        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
-
-    def _attend(self, qkv: Tensor) -> Tensor:
-        # [S, B, heads here * 3 * size]: a head's query, key and value lie together, so heads can be cut anywhere.
-        S, B, _ = qkv.shape
-        query, key, value = qkv.view(S, B, -1, 3, self.size).permute(3, 1, 2, 0, 4)  # [B, heads, S, size] each
-        attended = F.scaled_dot_product_attention(_rotated(query), _rotated(key), value, is_causal=True)
-        return attended.permute(2, 0, 1, 3).reshape(S, B, -1)
-
-
-def _rotated(x: Tensor) -> Tensor:
-    # Apply rotary positions; x [B, heads, S, size] holds the whole sequence.
-    half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[-2])[:, None] * 10_000 ** (-torch.arange(half) / half)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), -1)
+def trained_block(settings: Training, tensor: ProcessGroup | None, schedule: str) -> DecoderBlock:
+    """Return attention and MLP; made of plain layers if `tensor` is None."""
+    heads, hidden = settings.heads, settings.hidden
+    sizes = BlockSizes(hidden, settings.intermediate, heads, heads, hidden // heads, 1, True, "")
+    if tensor is None:
+        return DecoderBlock(sizes)
+    options: dict[str, Any] = {
+        "group": tensor, "schedule": schedule, "float8": settings.float8, "order": settings.order
+    }  # fmt: skip
+    column, row = (partial(linear, **options) for linear in (ColumnParallelLinear, RowParallelLinear))
+    return DecoderBlock(sizes, column=column, row=row)
 
 
 class TrainedDecoder(nn.Module):
@@ -125,7 +88,7 @@ class TrainedDecoder(nn.Module):
         super().__init__()
         self.alone, self.order = alone, settings.order
         self.embed = nn.Embedding(settings.vocabulary, settings.hidden)
-        self.blocks = nn.ModuleList(TrainedBlock(settings, tensor, schedule) for _ in range(settings.blocks))
+        self.blocks = nn.ModuleList(trained_block(settings, tensor, schedule) for _ in range(settings.blocks))
         self.norm = nn.RMSNorm(settings.hidden)
         self.head = nn.Linear(settings.hidden, settings.vocabulary, bias=False)
 

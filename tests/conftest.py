@@ -14,9 +14,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench import forks
 from fusedtp.bench.rank_main import load_module
-from fusedtp.bench.ranks import Pending, RankError, RankPool
+from fusedtp.bench.ranks import Pending, RankError, RankPool, kept
 from fusedtp.bench.store import Measurement
 
 # This machine's tuning table must not choose the schedules of the tests.
@@ -76,7 +75,7 @@ def _poisoned_parent() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers() -> Iterator[None]:
     """Keep fork servers that have imported torch; each environment has one server for all pools."""
-    with forks.kept():
+    with kept():
         yield
 
 

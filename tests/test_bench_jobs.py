@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusedtp.bench import machine, providers, tables
+from fusedtp.bench import machine, peers, providers, tables
 from fusedtp.bench.cases import (
     BOUNDS,
     CHECK_SHAPES,
@@ -32,7 +32,6 @@ from fusedtp.bench.cases import (
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import JOB_SECONDS, Request, estimate, plan, seconds_of, world_sizes
-from fusedtp.bench.peers import async_tp
 from fusedtp.bench.store import Outcome, ratios, rows_of
 from fusedtp.bench.suites import SUITE_OF, SUITES, missing
 from fusedtp.bench.sweep import Launched
@@ -113,9 +112,9 @@ def test_async_tp_is_refused_unless_the_code_calls_the_fused_ops(monkeypatch: py
     # A stand-in: importing the compiler takes seconds.
     compiled = SimpleNamespace(run_and_get_code=lambda run: (run(), code))
     monkeypatch.setitem(sys.modules, "torch._inductor.utils", compiled)
-    async_tp.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
+    peers.compiles(lambda: ran.append(1), ("fused_all_gather_matmul",))
     with pytest.raises(RuntimeError, match="has no fused_matmul_reduce_scatter"):
-        async_tp.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
+        peers.compiles(lambda: ran.append(1), ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"))
     assert len(ran) == 2
 
 

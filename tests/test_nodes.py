@@ -1,4 +1,4 @@
-"""Two nodes, made of network and pid namespaces: what runs between them has times, the rest says why it has none."""
+"""Two nodes, made of network and pid namespaces: what runs between them has times, the rest a reason."""
 
 from __future__ import annotations
 

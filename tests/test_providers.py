@@ -14,10 +14,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench import providers, theme
+from fusedtp.bench import peers, providers, theme
 from fusedtp.bench.cases import DIRECTIONS, DTYPES, EVERY_DTYPE, FLOAT8, MXFP8, OPS, OWN, Case
 from fusedtp.bench.operands import Operands, Runner
-from fusedtp.bench.peers import nccl_windows
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.providers import Missing, Provider
 from fusedtp.bench.ranks import RankPool
@@ -94,7 +93,7 @@ REASONS = [
 
 
 def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: nccl_windows.NEEDS)
+    monkeypatch.setattr(peers, "nccl_version", lambda: peers.NEEDS)
     for name, of, direction, num_gpus, said in REASONS:
         found = providers.named(name).reason(of, direction, num_gpus)
         assert said in found
@@ -103,7 +102,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_name_that_is_not_there_and_an_older_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, here in (((2, 26, 5), "2.26.5"), ((), "none")):
-        monkeypatch.setattr(nccl_windows, "nccl_version", lambda version=version: version)
+        monkeypatch.setattr(peers, "nccl_version", lambda version=version: version)
         assert here in providers.named("nccl_windows").reason(case(), "forward", 2)
     with pytest.raises(ValueError, match="no provider 'nccl' in this process, only dtensor, torch_symm_mem"):
         providers.named("nccl")
@@ -157,7 +156,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> str:
         sizes = itertools.product(ops, (4096, 4128), (4096, 4128), dtypes, (2, 16))
         found = [provider.reason(case(op, M, K, K, dtype, n), "forward", 16) for op, M, K, dtype, n in sizes]
         with monkeypatch.context() as less:
-            less.setattr(nccl_windows, "nccl_version", lambda: (2, 26))
+            less.setattr(peers, "nccl_version", lambda: (2, 26))
             found += [provider.reason(case(ops[0], N=512), "forward", 2)]
         own = [text for text in dict.fromkeys(found) if text and not any(each in text for each in SHARED)]
         needs = "GPUs" if provider.reason(case(ops[0]), "forward", 0) else ""
@@ -171,5 +170,5 @@ def table(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_documents_table_is_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_windows, "nccl_version", lambda: nccl_windows.NEEDS)
+    monkeypatch.setattr(peers, "nccl_version", lambda: peers.NEEDS)
     generated.as_written(ADDING, "providers", table(monkeypatch), "FUSEDTP_PROVIDERS")

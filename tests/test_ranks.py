@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusedtp.bench import forks
+from fusedtp.bench import ranks as rank_pool
 from fusedtp.bench.ranks import NotJoined, RankError, RankPool
 
 from .command import command
@@ -200,7 +200,7 @@ def test_only_module_level_functions(two):
 @pytest.fixture
 def nothing_kept(monkeypatch):
     """Run without the fork server that the tests' fixture keeps."""
-    monkeypatch.setattr(forks, "_kept", None)
+    monkeypatch.setattr(rank_pool, "_kept", None)
 
 
 def test_close_leaves_nothing(two, nothing_kept):
@@ -268,7 +268,7 @@ def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kep
 
 
 def test_pools_share_what_is_kept():
-    with forks.kept():
+    with rank_pool.kept():
         with RankPool(1, timeout=20) as pool:
             (server,) = pool.run(forked_from)
         with RankPool(1, timeout=20) as pool, RankPool(2, timeout=20) as other:
