@@ -382,7 +382,7 @@ def last_notes(replies: Sequence[Reply]) -> dict[int, str]:
     return {rank: reply.note for rank, reply in failed.items() if all_late or not reply.is_late}
 
 
-class Pending:
+class StartedCall:
     """A call under way; `wait` once."""
 
     def __init__(self, pool: RankPool, processes: Sequence[RankProcess]) -> None:
@@ -431,7 +431,7 @@ class RankPool:
         self._server: ForkServer | None = None
         self._ranks: Ranks | None = None
         self._finalizers: list[weakref.finalize[[], RankPool]] = []
-        self._pending: Pending | None = None
+        self._pending: StartedCall | None = None
 
     def _started(self) -> Ranks:
         if self._ranks is not None and not self._ranks.alive():
@@ -456,7 +456,7 @@ class RankPool:
         """Return the process ids by rank; start the ranks if there are none."""
         return [process.process.pid for process in self._started().processes]
 
-    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
+    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> StartedCall:
         """Begin fn(group, *args) on the first `world_size` ranks (default all), the group being theirs.
 
         fn is a module-level function. ValueError for a function that cannot be sent, or a world_size above the pool's.
@@ -474,7 +474,7 @@ class RankPool:
             )
         request = pickle.dumps((name, file, qualname, pickle.dumps(args), size))
         processes = self._started().processes[:size]
-        pending = Pending(self, processes)
+        pending = StartedCall(self, processes)
         for process in processes:
             # `wait` reports a rank that died in between.
             with contextlib.suppress(OSError):

@@ -3,11 +3,8 @@
 A `Task` is an op on operands of given shapes. Operands are matrices with any strides. X is all ranks' rows of the
 gathered operand, stacked; S is the sum over ranks.
 
-    all_gather_matmul       a, b, bias, right     X @ b + bias [M, N]; with `right` also X.T @ right [K, R]; if `whole`
-                                                  also X [M, K]
-    matmul_reduce_scatter   a, b, bias, left, x, residual
-                                                  the own rows of S = a @ b, + bias + residual, which has these rows
-                                                  only; with `x` also left @ X [L, C], x gathered during a @ b
+    all_gather_matmul       a, b, bias            X @ b + bias [M, N]; if `whole` also X [M, K]
+    matmul_reduce_scatter   a, b, bias, residual  the own rows of S = a @ b, + bias + residual, of these rows only
     matmul_all_reduce       a, b, bias, residual  S = a @ b, + bias + residual [M, N] on every rank
     all_gather              a                     X
     reduce_scatter          a                     the own rows of S
@@ -15,8 +12,10 @@ gathered operand, stacked; S is the sum over ranks.
 
 Operands have these names; optional operands may be missing. With several weights, operands are numbered: b, b1, b2.
 all_gather and reduce_scatter take `out`, contiguous, for their result; that of a gather has the own rows already.
-They need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b,
-and has a left @ X for each left.
+They need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b.
+
+A task may have `further` products with X, of operands with any other names: all of them take one gather. A
+matmul_reduce_scatter gathers no operand of its own, so it may gather one for them (`gathers`), during a @ b.
 
 `dim` 1 replaces rows by columns: of a in a gather, of the result in a scatter. With `transposed` the result is
 transposed, and a bias has an element for each row of X @ b, which is now a column.
@@ -57,6 +56,26 @@ class Options(NamedTuple):
     order: str = RANK_ORDER
 
 
+class Product(NamedTuple):
+    """Product with X, the gathered matrix: names of a task's operands and results early, tensors of a call late.
+
+    `kind` "rows" is X @ other, "outer" is X.T @ other, "whole" is X itself in a new tensor. `transposed`: the result is
+    transposed, [other's columns, ..]. Columns of the epilogue are the result's. `out`: the tensor for the result, after
+    an activation; None or "" for a new one.
+    """
+
+    kind: Literal["rows", "outer", "whole"]
+    other: Any = None
+    transposed: bool = False
+    epilogue: Epilogue = NO_EPILOGUE
+    out: Any = None
+
+    def shape(self, X: Shape, shapes: Mapping[str, Shape]) -> Shape:
+        """Return the result's shape."""
+        made = X if self.kind == "whole" else (X[self.kind == "outer"], shapes[self.other][1])
+        return made[::-1] if self.transposed else made
+
+
 @dataclass(frozen=True)
 class Op:
     """Properties of every task of an op.
@@ -64,15 +83,13 @@ class Op:
     - `kind`: of the communication, in the cost model's words.
     - `multiplies`: whether a product goes with it.
     - `algorithms`: besides "auto".
-    - `results`, `moved`, `agreed`: see the properties of `Task`.
+    - `agreed`: see the property of `Task`.
     """
 
     name: str
     kind: Kind
     multiplies: bool
     algorithms: tuple[str, ...]
-    results: Callable[[Task, int], tuple[Shape, ...]]
-    moved: Callable[[Task], Shape]
     agreed: Callable[[Task], Mapping[str, Any]]
 
     @property
@@ -93,6 +110,8 @@ class Task:
     - `in_blocks`: whether scales are those of blocks.
     - `leaves`: of the contraction, if it is added up as a tree, in float32 also between ranks; else 0.
     - `any_order`: whether the switch may add ranks' terms, in its own order.
+    - `further`: products with X after those of each b, without an epilogue.
+    - `gathers`: the name of the operand that is gathered: "" for a, if the op gathers.
     - `epilogue`: with names of operands. If X itself is a result (`whole`), columns (dim 1) travel as rows.
     """
 
@@ -108,6 +127,8 @@ class Task:
     leaves: int = 0
     any_order: bool = False
     epilogue: Epilogue = NO_EPILOGUE
+    further: tuple[Product, ...] = ()
+    gathers: str = ""
 
     def __hash__(self) -> int:
         return self._hash
@@ -146,13 +167,56 @@ class Task:
             return "mxfp8"
         return str(self.float8 or self.dtype).removeprefix("torch.")
 
+    @property
+    def gathered(self) -> str:
+        """Return the name of the operand of which ranks gather the parts, "" for none."""
+        return "a" if self.op.kind == "gather" else self.gathers
+
+    @cached_property
+    def terms(self) -> tuple[tuple[str, str], ...]:
+        """Return the names of a, b of each product a @ b that goes into the sum."""
+        if self.op.kind == "gather" or not self.op.multiplies:
+            return ()
+        return tuple(zip(self.each("a"), self.each("b"), strict=True))
+
+    @cached_property
+    def products(self) -> tuple[Product, ...]:
+        """Return all products with X, in the order of their results, which follow that of a sum."""
+        its, names = self.epilogue, self.each("b") if self.op is ALL_GATHER_MATMUL else ()
+        kind: Literal["rows", "outer"] = "rows" if self.dim == 0 else "outer"
+        # Tensors that a caller may give: none for products before an activation.
+        num_made = its.num_results(len(names)) if names else 1
+        num_first = num_made + len(names) * its.keeps
+        outs = (*numbered("out", num_made), *[""] * len(names))
+        first = [Product(kind, b, self.transposed, its.of(i), outs[i]) for i, b in enumerate(names)]
+        # X travels as rows if columns are gathered to be returned.
+        whole = [Product("whole", transposed=self.dim == 1)] if its.whole else []
+        others = (*self.further, *whole)
+        outs = numbered("out", num_first + len(others))[num_first:]
+        return (*first, *(each._replace(out=out) for each, out in zip(others, outs, strict=True)))
+
     def results(self, rank: int) -> tuple[Shape, ...]:
-        return self.op.results(self, rank)
+        """Return the shapes of the results on a rank: of a sum, of each b, of further products, then of X."""
+        gathers, X = self.op.kind == "gather", (0, 0)
+        if self.gathered:
+            X = sum(self.sizes), self.shapes[self.gathered][1 - self.dim]
+        made = [each.shape(X, self.shapes) for each in self.products]
+        count = self._num_weights if gathers else 0
+        first, (M, N) = made[:count], self.moved
+        if not gathers:
+            own = self.sizes[rank] if self.sizes else (M, N)[self.dim]
+            first = [(own, N) if self.dim == 0 else (M, own)]
+        elif not self.op.multiplies:
+            first = [X]
+        return (*self.epilogue.results(first), *made[count:])
 
     @cached_property
     def moved(self) -> Shape:
         """Return the shape of the whole tensor that travels: the gathered operand or the sum, the same on all ranks."""
-        return self.op.moved(self)
+        rows, cols = self.shapes["a"]
+        if self.op.kind == "gather":
+            return (sum(self.sizes), cols) if self.dim == 0 else (rows, sum(self.sizes))
+        return rows, self.shapes["b"][1] if self.op.multiplies else cols
 
     @cached_property
     def agreed(self) -> Mapping[str, Any]:
@@ -176,38 +240,14 @@ class Task:
         return {**options, **self.op.agreed(self)}
 
 
-def _gathered(task: Task) -> Shape:
-    rows, cols = task.shapes["a"]
-    return (sum(task.sizes), cols) if task.dim == 0 else (rows, sum(task.sizes))
-
-
-def _product(task: Task) -> Shape:
-    return task.shapes["a"][0], task.shapes["b"][1]
-
-
-def _after_gather(task: Task, rank: int) -> tuple[Shape, ...]:
-    M, K = _gathered(task)
-    columns = [task.shapes[b][1] for b in task.each("b")]
-    products = [(N, M) if task.transposed else (M, N) for N in columns]
-    right = [(K, task.shapes["right"][1])] if "right" in task.shapes else []
-    return (*task.epilogue.results(products), *right, *([(M, K)] if task.epilogue.whole else []))
-
-
-def _scattered(task: Task, rank: int) -> tuple[Shape, ...]:
-    (M, N), own = _product(task), task.sizes[rank]
-    first = (own, N) if task.dim == 0 else (M, own)
-    lefts = [task.shapes[left][0] for left in task.each("left") if left in task.shapes]
-    return (*task.epilogue.results([first]), *((rows, task.shapes["x"][1]) for rows in lefts))
-
-
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:
-    M, N = _product(task)
+    M, N = task.moved
     agreed: dict[str, Any] = {"M": M, "N": N}
     if task.op.kind == "all_reduce" and (weights := len(task.each("b"))) > 1:
         # The number of weights decides between one shot and two.
         agreed["weights"] = weights
-    if "x" in task.shapes:
-        return {**agreed, "columns gathered": task.shapes["x"][1]}
+    if task.gathers:
+        return {**agreed, "columns gathered": task.shapes[task.gathers][1]}
     return agreed | task.epilogue.agreed(of_sum=True)
 
 
@@ -220,30 +260,14 @@ def _columns(task: Task) -> Mapping[str, Any]:
     return {"columns": task.shapes["a"][1]}
 
 
-ALL_GATHER_MATMUL = Op(
-    "all_gather_matmul", "gather", True, (), results=_after_gather, moved=_gathered, agreed=_agreed_of_gather
-)
-MATMUL_REDUCE_SCATTER = Op(
-    "matmul_reduce_scatter", "scatter", True, (), results=_scattered, moved=_product, agreed=_agreed_of_product
-)
-MATMUL_ALL_REDUCE = Op(
-    "matmul_all_reduce", "all_reduce", True, ("one_shot", "two_shot"),
-    results=lambda task, rank: tuple(task.epilogue.results([_product(task)])), moved=_product,
-    agreed=_agreed_of_product,
-)  # fmt: skip
-ALL_GATHER = Op(
-    "all_gather", "gather", False, ("direct", "ring"),
-    results=lambda task, rank: (_gathered(task),), moved=_gathered, agreed=_columns,
-)  # fmt: skip
-REDUCE_SCATTER = Op(
-    "reduce_scatter", "scatter", False, ("direct", "ring"),
-    results=lambda task, rank: ((task.sizes[rank], task.shapes["a"][1]),), moved=lambda task: task.shapes["a"],
-    agreed=_columns,
-)  # fmt: skip
+ALL_GATHER_MATMUL = Op("all_gather_matmul", "gather", True, (), _agreed_of_gather)
+MATMUL_REDUCE_SCATTER = Op("matmul_reduce_scatter", "scatter", True, (), _agreed_of_product)
+MATMUL_ALL_REDUCE = Op("matmul_all_reduce", "all_reduce", True, ("one_shot", "two_shot"), _agreed_of_product)
+ALL_GATHER = Op("all_gather", "gather", False, ("direct", "ring"), _columns)
+REDUCE_SCATTER = Op("reduce_scatter", "scatter", False, ("direct", "ring"), _columns)
 ALL_REDUCE = Op(
     "all_reduce", "all_reduce", False, ("one_shot", "two_shot", "ring"),
-    results=lambda task, rank: (task.shapes["a"],), moved=lambda task: task.shapes["a"],
-    agreed=lambda task: {"M": task.shapes["a"][0], "N": task.shapes["a"][1]},
+    lambda task: {"M": task.shapes["a"][0], "N": task.shapes["a"][1]},
 )  # fmt: skip
 
 OPS: Mapping[str, Op] = {

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.rank_main import load_module
-from fusedtp.bench.ranks import Pending, RankError, RankPool, kept
+from fusedtp.bench.ranks import RankError, RankPool, StartedCall, kept
 from fusedtp.bench.store import Measurement
 
 # This machine's tuning table must not choose the schedules of the tests.
@@ -57,7 +57,7 @@ class PoisonedPool(RankPool):
     shared: PoisonedPool | None = None
     _poisoned: list[int] | None = None
 
-    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> Pending:
+    def start(self, fn: Callable[..., Any], *args: Any, world_size: int | None = None) -> StartedCall:
         if self._poisoned != self.pids:
             self._poisoned = self.pids
             for reply in super().start(poison, fusedtp.__file__).wait():

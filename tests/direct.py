@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,18 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.calls.bound import BoundTask
 from fusedtp.epilogue import Epilogue
-from fusedtp.op import OPS, Task
+from fusedtp.op import OPS, Product, Task
 from fusedtp.schedules.forms import Prepared
 from fusedtp.workspaces.workspace import Workspace
 
 from .virtual_ranks import Phases
 from .virtual_ranks import phases as in_phases
 
-# Names of an op's operands, and of the operands of each further weight, in the order in which tests pass them.
+# Names of an op's operands, and of the operands of each further weight, in the order in which tests pass them. c: of a
+# further product X.T @ c, or transposed in a sum's task, which gathers g for it.
 _NAMES = {
-    "all_gather_matmul": (("a", "b", "bias", "right"), ("b", "bias")),
-    "matmul_reduce_scatter": (("a", "b", "bias", "left", "x", "residual"), ("a", "b", "left")),
+    "all_gather_matmul": (("a", "b", "bias", "c"), ("b", "bias")),
+    "matmul_reduce_scatter": (("a", "b", "bias", "c", "g", "residual"), ("a", "b", "c")),
     "matmul_all_reduce": (("a", "b", "bias", "residual"), ("a", "b")),
 }
 
@@ -30,7 +31,9 @@ def named(op: str, *operands: Tensor | None, norm: str = "") -> dict[str, Tensor
     """Return a task's operands by name."""
     first, block = _NAMES.get(op, (("a",), ()))
     more = ("norm_weight", "norm_bias") if norm else (f"{name}{i}" for i in range(1, 99) for name in block)
-    return {name: each for name, each in zip((*first, *more), operands, strict=False) if each is not None}
+    given = {name: each for name, each in zip((*first, *more), operands, strict=False) if each is not None}
+    # Tests pass the left operand of left @ X.
+    return {name: each.t() if name[0] == "c" and "g" in given else each for name, each in given.items()}
 
 
 def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **options: Any) -> Task:
@@ -42,7 +45,14 @@ def task_of(op: str, *operands: Tensor | None, sizes: Sequence[int] = (), **opti
         name: (each.shape[0], each.shape[1]) if each.ndim == 2 else (1, each.shape[0]) for name, each in given.items()
     }
     epilogue = steps.named(given, sum(name[0] == "b" and name[1:].isdigit() for name in given) + 1)
-    return Task(OPS[op], shapes, given["a"].dtype, tuple(sizes), epilogue=epilogue, **options)
+    return Task(OPS[op], shapes, given["a"].dtype, tuple(sizes), epilogue=epilogue, **further_of(given), **options)
+
+
+def further_of(given: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the fields of a task with further products, those of operands c, c1, .. that are given."""
+    gathers = "g" if "g" in given else ""
+    further = [Product("outer", name, transposed=bool(gathers)) for name in given if name[0] == "c"]
+    return {"further": tuple(further), "gathers": gathers}
 
 
 def run(op: str, schedule: str, group: ProcessGroup, *operands: Tensor | None, **options: Any) -> list[Tensor]:

@@ -54,12 +54,13 @@ def test_recording_keeps_order_and_ends() -> None:
 def late(group: ProcessGroup, case: Case, seconds: float) -> dict[str, list[list[tuple[str, int, int, int]]]]:
     """Run `timeline.record` with rank 1 late for each copy into shared memory."""
     from fusedtp.schedules.decomposed import DecomposedGather
+    from fusedtp.schedules.verbs import Pending
 
     start = DecomposedGather.start
 
-    def start_late(self: DecomposedGather, x: Tensor) -> None:
+    def start_late(self: DecomposedGather, x: Tensor) -> Pending:
         time.sleep(seconds if group.rank() == 1 else 0)
-        start(self, x)
+        return start(self, x)
 
     with mock.patch.object(DecomposedGather, "start", start_late):
         return recorded.record(group, case, ("decomposed",), 2)

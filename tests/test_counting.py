@@ -54,11 +54,11 @@ def counting() -> Iterator[Count]:
         # The planner chooses whether a matmul is transposed.
         task = ready.task
         each = [(task.op.name, operands["a"])]
-        if "right" in task.shapes:
+        if task.gathers:
+            each = [("all_gather_matmul", operands[task.gathers]), ("matmul_reduce_scatter", operands["a"])]
+        elif task.further:
             # Two products of the gathered tensor.
             each = [(f"{task.op.name} twice", operands["a"])]
-        elif "x" in task.shapes:
-            each = [("all_gather_matmul", operands["x"]), ("matmul_reduce_scatter", operands["a"])]
         count.calls += [(name, tuple(sorted(operand.shape))) for name, operand in each]
         count.groups += [(name, ready.group.group_name) for name, _ in each]
         return run(ready, operands)
@@ -133,8 +133,8 @@ def test_what_a_layer_sends_and_keeps(pool: RankPool, name: str, needs: str) -> 
 
 
 # The functions that start the gather and the first matmul, by schedule.
-STARTS = {"unfused": ("unfused.UnfusedGather.start_beside", "unfused.sum_into"),
-          "decomposed": ("decomposed.DecomposedGather.start_beside", "decomposed.DecomposedScatter.multiply"),
+STARTS = {"unfused": ("unfused.UnfusedGather.start", "unfused.sum_into"),
+          "decomposed": ("decomposed.DecomposedGather.start", "decomposed.DecomposedScatter.multiply"),
           "fused": ("producer.push", "fused.FusedScatter.multiply")}  # fmt: skip
 
 

@@ -183,9 +183,10 @@ def bytes_of_a_gather(group: ProcessGroup) -> None:
         # Under no_grad the bias's gradient is not asked for.
         assert call(scaled(x), scaled(weight), torch.ones(9).bfloat16().requires_grad_()).dtype == torch.bfloat16
     rows = 6 * group.size()
-    for narrow, in_blocks, wide in (sizes[:3], sizes[3:]):
+    # A CPU reads chunks of float8 where they are, but stacks few rows of bfloat16.
+    for of_float8, (narrow, in_blocks, wide) in ((6, sizes[:3]), (rows, sizes[3:])):
         # Regions begin at multiples of 64 bytes.
-        assert 0 <= narrow - rows * (64 + 16) < 64 * group.size()
+        assert 0 <= narrow - of_float8 * (64 + 16) < 64 * group.size()
         assert in_blocks == narrow
         assert 0 <= wide - rows * 2 * 64 < 64 * group.size()
 

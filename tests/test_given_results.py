@@ -17,6 +17,7 @@ from fusedtp.op import OPS, Task
 from fusedtp.schedules import NAMES
 from fusedtp.shards import even_sizes
 
+from . import direct
 from .beside import CPU
 from .harness import spread
 from .soak.layouts import laid_out
@@ -35,7 +36,7 @@ def several_results(group: ProcessGroup, schedule: str, chunks: bool) -> None:
         asked = {name: options.pop(name) for name in Epilogue._fields if name in options}
         epilogue = Epilogue(**asked).named(operands, sum(name in ("b", "b1") for name in operands))
         shapes = {name: shape_of(each) for name, each in operands.items()}
-        task = Task(OPS[op], shapes, torch.float32, epilogue=epilogue, **options)
+        task = Task(OPS[op], shapes, torch.float32, epilogue=epilogue, **direct.further_of(operands), **options)
         ready = BoundTask(task, schedule, group, CPU)
         expected = ready.run(operands)
         outs = [
@@ -55,7 +56,7 @@ def several_results(group: ProcessGroup, schedule: str, chunks: bool) -> None:
     rows = {"a": a, "b": b, "bias": normal(16), "b1": b1, "bias1": normal(16)}
     right = normal(sum(m_sizes), 8)
     with running_as(group, "by chunk" if chunks else "plain"):
-        check("all_gather_matmul", rows | {"right": right}, ["sliced", "transposed", "stepped"], sizes=m_sizes)
+        check("all_gather_matmul", rows | {"c": right}, ["sliced", "transposed", "stepped"], sizes=m_sizes)
         check("all_gather_matmul", rows, [None, "stepped", "sliced"], sizes=m_sizes, whole=True)
         check("all_gather_matmul", {"a": a, "b": b}, ["sliced"], sizes=m_sizes, transposed=True)
         for keeps in (False, True):
@@ -64,7 +65,7 @@ def several_results(group: ProcessGroup, schedule: str, chunks: bool) -> None:
         columns = {"a": normal(20, k_sizes[rank]), "b": normal(32, 16)}
         check("all_gather_matmul", columns, ["transposed", "diagonal"], sizes=k_sizes, dim=1, whole=True)
         terms = {"a": normal(37, 12), "b": normal(12, 16)}
-        gathers = {"left": normal(9, 37), "x": normal(m_sizes[rank], 10)}
+        gathers = {"c": normal(37, 9), "g": normal(m_sizes[rank], 10)}
         check("matmul_reduce_scatter", terms | gathers, ["stepped", "sliced"], sizes=m_sizes)
         check("matmul_reduce_scatter", terms, ["stepped"], sizes=even_sizes(16, n), dim=1)
         normed = terms | {"norm_weight": normal(16), "residual": normal(m_sizes[rank], 16), "bias": normal(16)}

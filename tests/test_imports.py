@@ -223,8 +223,8 @@ NOUNS = (
     "FusedRowwiseParallel", "FusedNormParallel", "FusedEmbeddingParallel", "FusedGroup", "Options", "Scaled",
     "Epilogue", "Spec", "Tensor", "Dim", "Partition", "Matmul", "Plan", "Step", "Route", "Call", "Settings", "Program",
     "Named", "MatrixView", "DTensorRecord", "Op", "Task", "Quantized", "Cast", "Formats", "BoundTask", "Path", "Work",
-    "Hardware", "Model", "Prepared", "ScheduleImpl", "Gather", "Scatter", "Product", "Workspace", "HostSteps",
-    "DeviceSteps", "Fingerprint",
+    "Hardware", "Model", "Prepared", "ScheduleImpl", "Gather", "Pending", "Scatter", "Product", "Workspace",
+    "HostSteps", "DeviceSteps", "Fingerprint",
     "Stopwatch", "Memory", "Arena", "Exchange", "Layout", "Region", "Channel", "Config", "GatherMatmul",
     "MatmulScatter", "MatmulAllReduce",
 )  # fmt: skip

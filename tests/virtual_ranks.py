@@ -43,10 +43,11 @@ def phases(prepared: Prepared, operands: Operands) -> Phases:
         yield
         if on.by_host:
             ws.steps.enter(prepared.task.op.name)
+    state = None
     for stage in prepared._before:
-        stage(operands)
+        state = stage(operands, state)
         yield
-    outs: list[Tensor] = prepared._last(operands)
+    outs: list[Tensor] = prepared._last(operands, state)
     if ws is not None:
         on.end()
     return outs

@@ -30,6 +30,7 @@ from ..op import (
     MATMUL_REDUCE_SCATTER,
     OPS,
     Op,
+    Product,
     Task,
 )
 from ..scaled import Cast, casts_of
@@ -653,19 +654,21 @@ class Program:
         ]  # fmt: skip
         first, one, _, other = blocks[0]
         if plans.together:
-            op, operands = ALL_GATHER_MATMUL, {"a": first, "b": one, "right": other}
+            op, operands = ALL_GATHER_MATMUL, {"a": first, "b": one, "c": other}
+            further, gathers = [Product("outer", "c")], ""
         else:
-            # The second product has the gathered operand on its right.
-            op, operands = MATMUL_REDUCE_SCATTER, {"x": other}
+            op, operands, gathers = MATMUL_REDUCE_SCATTER, {"g": other}, "g"
+            further = []
             for i, (first, one, second, _) in enumerate(blocks):
                 operands |= {f"a{i or ''}": first, f"b{i or ''}": one}
                 if i in wanted:
-                    operands[f"left{i or ''}"] = second
+                    operands[f"c{i or ''}"] = second.t()
+                    further.append(Product("outer", f"c{i or ''}", transposed=True))
         shapes = {name: each.size for name, each in operands.items()}
         float8 = casts[0]["dy"].dtype if casts[0] else None
         task = Task(
             op, shapes, self.dtype, split.sizes(self.partition), float8=float8, leaves=self.leaves,
-            any_order=self._of_sums(op),
+            any_order=self._of_sums(op), further=tuple(further), gathers=gathers,
         )  # fmt: skip
         dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
         dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]

@@ -11,7 +11,6 @@ Use it always on a CPU; on a GPU, for large chunks (a few MB) and if library mat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,16 +18,16 @@ from torch import Tensor
 
 from .. import trace
 from ..cost.overlap import FEW_ROWS, ONE_SHOT
-from ..epilogue import Epilogue, end, ended, into
+from ..epilogue import Epilogue
 from ..kernels.layout import Layout, aligned
 from ..op import Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..workspaces.workspace import Workspace
 from . import transport
-from .local import NARROW, PackedGather, mm, padded, sum_into, summed
+from .local import NARROW, padded, sum_into, summed
 from .transport import travelling
-from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
+from .verbs import Gather, GatherSpec, Pending, ScatterSpec, ScheduleImpl
 
 # On a CPU rows are summed in blocks of about this size: a float32 sum of narrower parts stays in cache between terms.
 # On a GPU each block would be a launch for each term.
@@ -62,9 +61,7 @@ class Decomposed(ScheduleImpl):
     def one_shot(self, task: Task) -> bool:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
 
-    def gather(self, what: GatherSpec) -> DecomposedGather | DecomposedPackedGather:
-        if self.task.float8 is not None and not what.sums:
-            return DecomposedPackedGather(self, what)
+    def gather(self, what: GatherSpec) -> DecomposedGather:
         return DecomposedGather(self, what)
 
     def scatter(self, what: ScatterSpec) -> DecomposedScatter:
@@ -101,22 +98,36 @@ class Laid:
         raise NotImplementedError
 
 
-class DecomposedGather(Laid):
-    """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more."""
+class DecomposedGather(Laid, Gather):
+    """`verbs.Gather` by chunk, or at once if chunks are small or if each would round a narrow sum once more.
+
+    float8 travels by chunk, as bytes.
+    """
+
+    lends = True
 
     def __init__(self, on: Decomposed, what: GatherSpec) -> None:
         self._ws, self._keys = on.ws, (object(), object())
-        sizes, other, self._dim, products, *_ = what
-        self._sizes, self._begins, longest = sizes, offsets(sizes), max(sizes)
-        self._shape, self._dtype = (self._begins[-1], other), on.task.dtype
-        self._at_once = bool(products) and (longest < FEW_ROWS or ("outer" in products and on.is_narrow))
-        row_bytes = other * self._dtype.itemsize
+        sizes, other, self.dim, kinds, *_ = what
+        self._sizes, self.begins, longest = sizes, offsets(sizes), max(sizes)
+        self.shape = (self.begins[-1], other)
         self._others, self._before = on.others, on.before
+        self._packs = on.task.float8 is not None and not what.sums
+        self._at_once = bool(kinds) and not self._packs and (longest < FEW_ROWS or ("outer" in kinds and on.is_narrow))
+        self.by_parts = not self._at_once
+        # The shape of each part in an arena. Columns are sent unchanged if each chunk is multiplied alone.
+        columns = self.dim == 1 and not self._at_once
+        self._shapes = [(other, size) if columns else (size, other) for size in sizes]
+        self._dtype, self._cols = on.task.dtype, [cols for _, cols in self._shapes]
+        if self._packs:
+            self._dtype, blocks = torch.uint8, on.task.in_blocks
+            self._shapes = [(rows, packed_bytes(cols, blocks=blocks)) for rows, cols in self._shapes]
+        lengths = [rows * cols * self._dtype.itemsize for rows, cols in self._shapes]
         # Parts of one matrix are stacked. Otherwise each part has room for the longest, if peers push it, and where it
         # is read in place, an arena has its owner's part alone.
-        stride, begins = aligned(longest * row_bytes), self._begins
+        stride = aligned(max(lengths))
         if self._at_once:
-            num_bytes, at = begins[-1] * row_bytes, [begin * row_bytes for begin in begins[:-1]]
+            num_bytes, at = sum(lengths), list(offsets(lengths)[:-1])
         elif on.ws.reads_peers:
             num_bytes, at = stride, [0] * len(sizes)
         else:
@@ -127,177 +138,73 @@ class DecomposedGather(Laid):
     def _views(self, half: int) -> Places:
         ws, own = self._ws, self._ws.rank
         if self._at_once:
-            whole = ws.view(own, half, self._at[0], self._shape, self._dtype)
-            mine = whole[self._begins[own] : self._begins[own + 1]]
+            whole = ws.view(own, half, self._at[0], self.shape, self._dtype)
+            mine = whole[self.begins[own] : self.begins[own + 1]]
         else:
             mine = whole = self._part(half, own, own)
         return mine, whole, [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
 
     def _part(self, half: int, holder: int, src: int) -> Tensor:
         # Return rank src's part in rank holder's half.
-        size, other = self._sizes[src], self._shape[1]
-        shape = (other, size) if self._dim == 1 and not self._at_once else (size, other)
-        return self._ws.view(holder, half, self._at[src], shape, self._dtype)
+        return self._ws.view(holder, half, self._at[src], self._shapes[src], self._dtype)
 
-    def start(self, x: Tensor) -> None:
-        ws, steps = self._ws, self._ws.steps
-        # Return x in the layout of an arena: columns are published unchanged if each chunk is multiplied alone.
-        rows = x.t() if self._dim == 1 and self._at_once else x
-        if not ws.reads_peers:
-            self._push(rows)
-            return
-        mine = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[0]
-        if trace.spans is None:
-            mine.copy_(rows)
-        else:
-            trace.timed("travel", ws.rank, mine.copy_, rows)
-        for dst in self._before:
-            steps.signal(dst, self._slot)
-
-    start_beside = start
-
-    def _push(self, rows: Tensor) -> None:
+    def start(self, x: Any) -> Pending:
         ws, steps, half = self._ws, self._ws.steps, self._ws.steps.epoch & 1
-        if self._at_once:
-            (ws.views.get(self._keys[half]) or self._lay_out())[0].copy_(rows)
+        places = ws.views.get(self._keys[half]) or self._lay_out()
+        mine, rows = places[0], x.t() if self.dim == 1 and self._at_once else x
+        if self._packs:
+            trace.timed("travel", ws.rank, pack_into, mine, x)
+            rows = mine
+        elif ws.reads_peers or self._at_once:
+            # Otherwise x is pushed, and multiplied, where it is.
+            if trace.spans is None:
+                mine.copy_(rows)
+            else:
+                trace.timed("travel", ws.rank, mine.copy_, rows)
+        if ws.reads_peers:
+            for dst in self._before:
+                steps.signal(dst, self._slot)
+        else:
+            self._push(rows, half)
+        return Pending(self, x, places)
+
+    def _push(self, rows: Tensor, half: int) -> None:
+        ws = self._ws
         with travelling(ws):
             for dst in self._before:
                 self._part(half, dst, ws.rank).copy_(rows)
-                steps.signal(dst, self._slot)
+                ws.steps.signal(dst, self._slot)
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
-        if self._at_once:
-            # Stack all parts in the own half until the op ends. Written out here, as every small op runs this.
-            ws, begins, steps, outs = self._ws, self._begins, self._ws.steps, list[Tensor]()
-            _, whole, others = ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out()
-            for src, theirs in others:
-                steps.wait(src, self._slot)
-                if ws.reads_peers:
-                    copy = whole[begins[src] : begins[src + 1]].copy_
-                    copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
-            for each in products:
-                if each.kind == "whole":
-                    outs.append(whole.clone() if each.out is None else each.out.copy_(whole))
-                    continue
-                if each.transposed:
-                    left, right = each.other.t(), whole.t() if each.kind == "rows" else whole
-                else:
-                    left, right = whole if each.kind == "rows" else whole.t(), each.other
-                if left.dtype in NARROW:
-                    left, right = padded(left, right)
-                # The epilogue's `addend`.
-                bias, out = each.epilogue.bias, None if each.epilogue.keeps else each.out
-                if trace.spans is not None:
-                    outs.append(trace.timed("multiply", -1, mm, left, right, bias, 0, out))
-                elif bias is None:
-                    outs.append(torch.mm(left, right, out=out))
-                else:
-                    outs.append(torch.addmm(bias, left, right, out=out))
-            if not products[0].epilogue.ends:
-                return outs
-            return ended([each.epilogue for each in products], outs, [each.out for each in products])
-        outs = []
-        for each in products:
-            M, N = self._shape if each.kind == "whole" else (self._shape[each.kind == "outer"], each.other.shape[1])
-            given = None if each.epilogue.keeps else each.out
-            outs.append(x.new_empty((N, M) if each.transposed else (M, N)) if given is None else given)
-        epilogues, by_rows = [each.epilogue for each in products], products[0].kind == "rows"
-        ends, transposed = epilogues[0].ends, products[0].transposed
-        ys = into(epilogues[0], outs, [each.out for each in products]) if ends else outs
-        ws, steps = self._ws, self._ws.steps
-        parts = (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[2]
-        for i, (src, chunk) in enumerate(((self._ws.rank, x), *parts)):
-            if i:
-                steps.wait(src, self._slot)
-            # As rows, in either layout of the chunk.
-            rows = chunk.t() if self._dim == 1 else chunk
-            part = slice(self._begins[src], self._begins[src + 1])
-            add = self._add if trace.spans is None else partial(trace.timed, "multiply", src, self._add)
-            its = epilogues
-            if transposed and by_rows:
-                its = [each.columns(part) for each in epilogues]
-            for each, epilogue, out in zip(products, its, outs, strict=True):
-                add(each, epilogue, rows, part, out, i == 0)
-            if ends and by_rows:
-                # The rows are in cache.
-                at = (slice(None), part) if transposed else part
-                end(its, [out[at] for out in outs], [y[at] for y in ys])
-        if ends and not by_rows:
-            end(epilogues, outs, ys)
-        return [*ys, *outs] if epilogues[0].keeps else ys
+    def read(self, of: Pending) -> Tensor:
+        # Stack all parts in the own half until the op ends. Every small op runs this.
+        steps, begins, reads_peers = self._ws.steps, self.begins, self._ws.reads_peers
+        _, whole, others = of.sent
+        for src, theirs in others:
+            steps.wait(src, self._slot)
+            if reads_peers:
+                copy = whole[begins[src] : begins[src + 1]].copy_
+                copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
+        return whole  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _add(product: Product, epilogue: Epilogue, rows: Tensor, part: slice, out: Tensor, first: bool) -> None:
-        # Add the contribution of the rows `part` of X to a product.
-        if product.kind == "whole":
-            out[part] = rows
-            return
-        bias, transposed = epilogue.addend, product.transposed
-        if product.kind == "rows":
-            left, right = rows, product.other
-            out = out[:, part] if transposed else out[part]
-        else:
-            left, right = rows.t(), product.other[part]
-        if transposed:
-            left, right = right.t(), left.t()
-        if not out.numel():
-            return
-        if out.dtype in NARROW:
-            left, right = padded(left, right)
-        if not first and product.kind == "outer":
-            out.addmm_(left, right)
-        elif bias is None:
-            torch.mm(left, right, out=out)
-        else:
-            torch.addmm(bias, left, right, out=out)
+    def parts(self, of: Pending) -> Iterator[tuple[int, Matrix]]:
+        steps, slot = self._ws.steps, self._slot
+        yield self._ws.rank, of.x
+        for src, theirs in of.sent[2]:
+            steps.wait(src, slot)
+            yield src, unpacked(theirs, self._cols[src], of.x) if self._packs else theirs
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        begins, own = self._begins, self._ws.rank
+    def whole(self, of: Pending, out: Tensor | None = None) -> Tensor:
+        begins, own = self.begins, self._ws.rank
         if out is None:
-            out = x.new_empty(self._shape)
+            out = of.x.new_empty(self.shape)
             with trace.span("travel", own):
-                out[begins[own] : begins[own + 1]] = x
-        ws, steps = self._ws, self._ws.steps
-        for src, theirs in (ws.views.get(self._keys[steps.epoch & 1]) or self._lay_out())[2]:
+                out[begins[own] : begins[own + 1]] = of.x
+        steps = self._ws.steps
+        for src, theirs in of.sent[2]:
             steps.wait(src, self._slot)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs
         return out
-
-
-class DecomposedPackedGather(PackedGather):
-    """Gather of float8: on a CPU parts are read in place, on a GPU the copy engine pushes them."""
-
-    def __init__(self, on: Decomposed, what: GatherSpec) -> None:
-        super().__init__(on.rank, what)
-        self._ws, self._in_blocks = on.ws, on.task.in_blocks
-        pairs = zip(self._rows, self._cols, strict=True)
-        self._stride = aligned(max(rows * packed_bytes(cols, blocks=self._in_blocks) for rows, cols in pairs))
-        self._offset, self._slot = on.layout.take(len(self._sizes) * self._stride)
-
-    def _part(self, holder: int, src: int) -> Tensor:
-        # Return the bytes of rank src's rows in rank holder's half.
-        shape = self._rows[src], packed_bytes(self._cols[src], blocks=self._in_blocks)
-        return self._ws.view(holder, self._ws.steps.epoch, self._offset + src * self._stride, shape, torch.uint8)
-
-    def start(self, x: Quantized) -> None:
-        ws, steps, own = self._ws, self._ws.steps, self._rank
-        mine = self._part(own, own)
-        trace.timed("travel", own, pack_into, mine, x)
-        with travelling(ws):
-            for i in range(1, ws.world_size):
-                dst = (own - i) % ws.world_size
-                if not ws.reads_peers:
-                    self._part(dst, own).copy_(mine)
-                steps.signal(dst, self._slot)
-
-    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
-        ws, own = self._ws, self._rank
-        yield own, x
-        for i in range(1, ws.world_size):
-            src = (own + i) % ws.world_size
-            ws.steps.wait(src, self._slot)
-            yield src, unpacked(self._part(src if ws.reads_peers else own, src), self._cols[src], x)
 
 
 class DecomposedScatter(Laid):
@@ -415,10 +322,10 @@ class DecomposedScatter(Laid):
             trace.timed("add", -1, _sum_into, terms, epilogue, out)
         return [out] if epilogue.norm is None else epilogue.with_norm(out)
 
-    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: DecomposedGather, *, own: Tensor | None) -> None:
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: DecomposedGather, *, own: Tensor | None) -> Pending:
         mine = out[self._part]
         trace.timed("add", -1, _sum_into, self._terms(own), epilogue, mine)
-        gather.start(mine)
+        return gather.start(mine)
 
 
 def _multiply_into(terms: Sequence[tuple[Matrix, Matrix]], out: Tensor, peer: int) -> None:

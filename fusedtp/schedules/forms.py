@@ -1,35 +1,53 @@
-"""Forms of the ops over a schedule's verbs, and `Prepared`: a task on one rank by one schedule, to be run many times.
+"""`Form`: a task over a schedule's verbs, and `Prepared`: it on one rank by one schedule, to be run many times.
 
-Each op has one of three forms, written once for all schedules with their verbs. A form runs in one to three stages: a
-wait for peers is in a later stage than the sends that it waits for, or in the same kernel. A rank in its own process
-runs the stages one after the other.
+A form runs in one to three stages: a wait for peers is in a later stage than the sends that it waits for, or in the
+same kernel. A rank in its own process runs the stages one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..epilogue import NO_EPILOGUE, Epilogue, numbered
-from ..op import Task
+from ..epilogue import Epilogue
+from ..op import Product, Task
 from ..shards import even_sizes
 from . import SCHEDULES
-from .local import SingleRank, multiplied
-from .verbs import Gather, GatherSpec, Operands, Product, Scatter, ScatterSpec, ScheduleImpl
+from .local import SingleRank, multiply
+from .verbs import GatherSpec, Multiply, Operands, Pending, ScatterSpec, ScheduleImpl
 
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
-
-# Methods of a form. A form has no attribute with them: it would be freed late, with its views of the arenas.
-Stages: TypeAlias = tuple[Callable[[Operands], Any], ...]
+# Methods of a form: functions of the operands and of what the stage before has returned. A form has no attribute with
+# them: it would be freed late, with its views of the arenas. So would be what is in flight.
+Stages: TypeAlias = tuple[Callable[[Operands, Any], Any], ...]
 
 
 class Form:
-    """Base of the forms that are written over any schedule's verbs."""
+    """Any task: the gather that it starts, the sum that its terms go into, and the products with what is gathered.
+
+    In an all-reduce that is not one-shot, the gather is of the sums.
+    """
+
+    def __init__(self, on: ScheduleImpl, task: Task) -> None:
+        its = task.epilogue
+        assert not (its.whole and its.activation)
+        # X.T @ other needs X by rows.
+        assert task.dim == 0 or not task.further
+        self._multiplies, self._binds = task.op.multiplies, any(its.operands)
+        self._gathered, self._products, self._terms = task.gathered, task.products, task.terms
+        self._epilogue, self._leaves = its.of(0), task.leaves
+        self._scatter: Any
+        self._gather: Any
+        self._multiply: Multiply
+        # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first. So
+        # does a gather of columns that returns them: they are stored once.
+        self._by_rows = bool(self._products) and task.dim == 1 and (task.leaves > 0 or its.whole)
+        self._take(on, task)
 
     def at(self, on: ScheduleImpl, task: Task) -> Form:
         """Return the form of a task that differs in its rows alone, over verbs of that task."""
@@ -40,167 +58,79 @@ class Form:
 
     def _take(self, on: ScheduleImpl, task: Task) -> None:
         # Take verbs for the task's rows.
-        raise NotImplementedError
-
-
-class Gathering(Form):
-    """Form of all_gather, and of all_gather_matmul with any number of products. Operands: see `op`."""
-
-    def __init__(self, on: ScheduleImpl, task: Task) -> None:
-        self._first: Literal["rows", "outer"] = "rows" if task.dim == 0 else "outer"
-        epilogue = task.epilogue
-        self._weights = [(b, epilogue.of(i)) for i, b in enumerate(task.each("b"))]
-        self._binds = any(epilogue.operands)
-        # `right` is multiplied with rows.
-        assert task.dim == 0 or "right" not in task.shapes
-        assert not (epilogue.whole and epilogue.activation)
-        others = ("outer",) * ("right" in task.shapes) + ("whole",) * epilogue.whole
-        products = (self._first,) * len(self._weights) + others
-        # A tree's leaves differ from the order in which chunks of the contraction arrive: gather all of it first. So
-        # does a gather of columns that returns them: they are stored once.
-        self._by_rows = (bool(task.leaves) or epilogue.whole) and task.dim == 1
-        # Names of the tensors that a caller may give for the results of each product, "" for none, and of the others.
-        count = len(self._weights)
-        num_made = epilogue.num_results(count)
-        names = numbered("out", num_made + count * epilogue.keeps + len(others))
-        self._outs = (names[:num_made] + ("",) * count)[:count]
-        self._other_outs = names[num_made + count * epilogue.keeps :]
-        num_columns = sum(task.shapes[b][1] for b, _ in self._weights)
-        self._gathered = (0, (), num_columns) if self._by_rows else (task.dim, products, num_columns)
-        self._take(on, task)
-
-    def _take(self, on: ScheduleImpl, task: Task) -> None:
-        self._task = task
-        begin = sum(task.sizes[: on.rank])
-        self._part = slice(begin, begin + task.sizes[on.rank])
-        self._gather: Gather = on.gather(GatherSpec(task.sizes, task.shapes["a"][1 - task.dim], *self._gathered))
+        kind, sizes, dim, (M, N) = task.op.kind, task.sizes, task.dim, task.moved
+        to_all = kind == "all_reduce" and on.one_shot(task)
+        self._sums_travel, self._shape = kind == "all_reduce" and not to_all, (M, N)
+        sizes = sizes or ((M,) if to_all else even_sizes(M, on.world_size))
+        self._scatter = self._gather = None
+        if kind != "gather":
+            what = ScatterSpec(sizes, M if dim == 1 else N, dim, self._multiplies, to_all)
+            self._scatter = on.scatter(what)
+        if self._sums_travel:
+            self._gather = on.gather(GatherSpec(sizes, N, 0, sums=True))
+        elif task.gathered:
+            other, kinds = task.shapes[task.gathered][1 - dim], tuple([each.kind for each in self._products])
+            columns = N if kind == "scatter" else sum(task.shapes[b][1] for b in task.each("b"))
+            dim, kinds = (0, ()) if self._by_rows else (dim, kinds)
+            self._gather = on.gather(GatherSpec(sizes, other, dim, kinds, columns))
+        self._multiply = (self._products and self._gather and on.product(self._gather)) or multiply
+        # This rank's part of X, or of the sum.
+        begin = sum(sizes[: on.rank])
+        self._part = slice(0, M) if to_all else slice(begin, begin + sizes[on.rank])
 
     @property
     def stages(self) -> Stages:
-        return self._start, self._finish
+        return (self._start, self._show, self._finish) if self._sums_travel else (self._start, self._results)
 
-    def _start(self, operands: Operands) -> None:
-        self._gather.start(operands["a"].t() if self._by_rows else operands["a"])
+    def _start(self, operands: Operands, _: None) -> Pending | None:
+        pending: Pending | None = None
+        if self._gathered:
+            x = operands[self._gathered]
+            pending = self._gather.start(x.t() if self._by_rows else x)
+        if self._terms:
+            self._scatter.multiply([(operands[a], operands[b]) for a, b in self._terms])
+        elif self._scatter is not None:
+            self._scatter.put(operands["a"])
+        return pending
 
-    def _finish(self, operands: Operands) -> list[Tensor]:
-        if not self._weights:
-            return [self._whole(operands["a"], operands.get("out"))]
-        transposed, products = self._task.transposed, []
-        for (b, epilogue), out in zip(self._weights, self._outs, strict=True):
+    def _results(self, operands: Operands, pending: Pending | None) -> list[Tensor]:
+        outs: list[Tensor] = []
+        if self._scatter is not None:
+            own, out = None if self._terms else operands["a"], operands.get("out")
+            outs = self._scatter.sum(self._bound(operands), own=own, last=pending is None, out=out)
+        if pending is None:
+            return outs
+        if not self._products:
+            return [self._whole(pending, operands.get("out"))]
+        products, get = [], operands.get
+        for kind, other, transposed, epilogue, out in self._products:
             if self._binds:
                 # `Epilogue.bind`, inlined because every small op runs this.
-                epilogue = Epilogue._make(map(operands.get, epilogue, epilogue))
-            products.append(Product(self._first, operands[b], epilogue, transposed, operands.get(out)))
-        if "right" in operands:
-            products.append(Product("outer", operands["right"], out=operands.get(self._other_outs[0])))
-        if self._task.epilogue.whole:
-            products.append(Product("whole", transposed=self._by_rows, out=operands.get(self._other_outs[-1])))
-        if self._by_rows:
-            return multiplied(self._gather.whole(operands["a"].t()), products, self._task.leaves)
-        return self._gather.multiply(operands["a"], products)
+                epilogue = Epilogue._make(map(get, epilogue, epilogue))
+            products.append(Product(kind, get(other), transposed, epilogue, get(out)))
+        x = pending.whole() if self._by_rows else pending
+        made = self._multiply(x, products, self._leaves)
+        return [*outs, *made] if outs else made
 
-    def _whole(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def _bound(self, operands: Operands) -> Epilogue:
+        return self._epilogue.bind(operands) if self._binds else self._epilogue
+
+    def _whole(self, pending: Pending, out: Tensor | None) -> Tensor:
         if out is not None:
-            mine = out[self._part]
+            x, mine = pending.x, out[self._part]
             if (mine.data_ptr(), mine.stride()) != (x.data_ptr(), x.stride()):
                 mine.copy_(x)
-        return self._gather.whole(x, out)
+        return pending.whole(out)
 
+    def _show(self, operands: Operands, _: None) -> tuple[Pending, Tensor, Epilogue]:
+        epilogue, own = self._bound(operands), None if self._terms else operands["a"]
+        out = operands["out"] if "out" in operands else operands["a"].new_empty(self._shape)
+        return self._scatter.sum_into(epilogue.rows(self._part), out, self._gather, own=own), out, epilogue
 
-class Summing(Form):
-    """Base of the forms that sum terms, which are products or the operand itself."""
-
-    def __init__(self, on: ScheduleImpl, task: Task) -> None:
-        self._multiplies, self._gathers = task.op.multiplies, "x" in task.shapes
-        self._lefts, self._rights, self._epilogue = task.each("a"), task.each("b"), task.epilogue.of(0)
-        self._binds = any(self._epilogue.operands)
-        self._task: Task
-        self._scatter: Scatter
-        self._gather: Gather
-        self._take(on, task)
-
-    def _start(self, operands: Operands) -> None:
-        if self._gathers:
-            self._gather.start_beside(operands["x"])
-        if self._multiplies:
-            take = operands.__getitem__
-            self._scatter.multiply(list(zip(map(take, self._lefts), map(take, self._rights), strict=True)))
-        else:
-            self._scatter.put(operands["a"])
-
-
-class Scattering(Summing):
-    """Form of reduce_scatter, and of matmul_reduce_scatter, maybe with a gather beside it. Operands: see `op`."""
-
-    def _take(self, on: ScheduleImpl, task: Task) -> None:
-        self._task = task
-        M, N = task.moved
-        self._scatter = on.scatter(ScatterSpec(task.sizes, N if task.dim == 0 else M, task.dim, self._multiplies))
-        if self._gathers:
-            x = GatherSpec(task.sizes, task.shapes["x"][1], 0, ("outer",), result=N, beside=True)
-            self._gather = on.gather(x)
-
-    @property
-    def stages(self) -> Stages:
-        return self._start, self._finish
-
-    def _finish(self, operands: Operands) -> list[Tensor]:
-        if not self._multiplies:
-            return self._scatter.sum(NO_EPILOGUE, own=operands["a"], last=True, out=operands.get("out"))
-        epilogue = self._epilogue.bind(operands) if self._binds else self._epilogue
-        outs = self._scatter.sum(epilogue, own=None, last=not self._gathers, out=operands.get("out"))
-        if not self._gathers:
-            return outs
-        # left @ X
-        lefts = [operands[name] for name in self._task.each("left") if name in operands]
-        given = map(operands.get, numbered("out", 1 + len(lefts))[1:])
-        products = [Product("outer", left.t(), NO_EPILOGUE, True, out) for left, out in zip(lefts, given, strict=True)]
-        return outs + self._gather.multiply(operands["x"], products)
-
-
-class Reducing(Summing):
-    """Form of all_reduce and matmul_all_reduce: one-shot, or a scatter and a gather of its sums. Operands: see `op`."""
-
-    def _take(self, on: ScheduleImpl, task: Task) -> None:
-        self._task = task
-        M, N = task.moved
-        self._to_all = on.one_shot(task)
-        if self._to_all:
-            self._scatter = on.scatter(ScatterSpec((M,), N, 0, self._multiplies, to_all=True))
-            return
-        sizes = even_sizes(M, on.world_size)
-        self._scatter = on.scatter(ScatterSpec(sizes, N, 0, self._multiplies))
-        self._gather = on.gather(GatherSpec(sizes, N, 0, sums=True))
-        begin = sum(sizes[: on.rank])
-        # This rank's part of the sum.
-        self._shape, self._part = (M, N), slice(begin, begin + sizes[on.rank])
-
-    @property
-    def stages(self) -> Stages:
-        return (self._start, self._sum) if self._to_all else (self._start, self._show, self._finish)
-
-    def _sum(self, operands: Operands) -> list[Tensor]:
-        own = None if self._multiplies else operands["a"]
-        epilogue = self._epilogue.bind(operands) if self._binds else self._epilogue
-        return self._scatter.sum(epilogue, own=own, last=True, out=operands.get("out"))
-
-    def _show(self, operands: Operands) -> None:
-        epilogue, own = self._epilogue.bind(operands), None if self._multiplies else operands["a"]
-        self._bound, epilogue = epilogue, epilogue.rows(self._part)
-        self._out = operands["out"] if "out" in operands else operands["a"].new_empty(self._shape)
-        self._scatter.sum_into(epilogue, self._out, self._gather, own=own)
-
-    def _finish(self, operands: Operands) -> list[Tensor]:
-        out, epilogue = self._out, self._bound
-        del self._out, self._bound
+    def _finish(self, _: Operands, shown: tuple[Pending, Tensor, Epilogue]) -> list[Tensor]:
+        pending, out, epilogue = shown
         # Norm the rows on arrival: sending them normed beside the sums would double the bytes.
-        return epilogue.with_norm(self._gather.whole(out[self._part], out))
-
-
-# Keys: the kind, or the name of an op that has its own form.
-FORMS: Mapping[str, Callable[[ScheduleImpl, Task], Any]] = {
-    "gather": Gathering, "scatter": Scattering, "all_reduce": Reducing,
-}  # fmt: skip
+        return epilogue.with_norm(pending.whole(out))
 
 
 class Prepared:
@@ -217,7 +147,7 @@ class Prepared:
         # One rank has nothing to share.
         self.ws = ws if ws is not None and ws.world_size > 1 else None
         on = self._verbs(group, how)
-        self._take(on, on.form() or FORMS.get(task.op.name, FORMS[task.op.kind])(on, task))
+        self._take(on, on.form() or Form(on, task))
 
     def _take(self, on: Any, form: Any) -> None:
         self.on, self.form = on, form
@@ -238,9 +168,11 @@ class Prepared:
         ws = self.ws
         if self.on.by_host and ws is not None:
             ws.steps.enter(self.task.op.name)
+        # What is in flight: it goes from stage to stage, and is freed with the op.
+        state = None
         for stage in self._before:
-            stage(operands)
-        outs: list[Tensor] = self._last(operands)
+            state = stage(operands, state)
+        outs: list[Tensor] = self._last(operands, state)
         if ws is not None:
             self.on.end()
         return outs

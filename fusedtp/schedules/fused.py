@@ -30,15 +30,15 @@ from ..kernels.operands import END, Scales
 from ..kernels.push import collect
 from ..kernels.reduce import reduce
 from ..kernels.ring import ring
-from ..op import MATMUL_ALL_REDUCE, Task
+from ..op import MATMUL_ALL_REDUCE, Product, Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
-from ..shards import even_sizes
+from ..shards import even_sizes, offsets
 from ..torch_private import outside_inference
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
-from .local import multiplied
-from .verbs import GatherSpec, Operands, Product, ScatterSpec, ScheduleImpl
+from .local import multiply
+from .verbs import Gather, GatherSpec, Operands, Pending, ScatterSpec, ScheduleImpl
 
 
 def num_tiles(rows: int, cols: int, config: Config) -> int:
@@ -122,96 +122,119 @@ class Fused(ScheduleImpl):
     def scatter(self, what: ScatterSpec) -> FusedScatter:
         return FusedScatter(self, what)
 
+    def product(self, gather: FusedGather) -> FusedProduct | None:
+        return FusedProduct(self, gather) if gather.num_in_kernel else None
 
-class FusedGather:
-    """`verbs.Gather` with persistent kernels."""
+
+class FusedGather(Gather):
+    """`verbs.Gather` with persistent kernels: the rows' region of the arenas, and who sends them.
+
+    `sent` of its `Pending` is the producer.
+    """
 
     def __init__(self, on: Fused, what: GatherSpec) -> None:
-        sizes, other, dim, products, result, beside, sums = what
-        self._on, self._ws, self._sizes, self._dim = on, on.ws, sizes, dim
-        self._shape = (sum(sizes), other)
-        self._begin = sum(sizes[: on.rank])
-        self._part = slice(self._begin, self._begin + sizes[on.rank])
+        sizes, other, dim, kinds, result, sums = what
+        self._on, self._ws, self.sizes, self.dim = on, on.ws, sizes, dim
+        self.shape, self.begins = (sum(sizes), other), offsets(sizes)
+        self._part = slice(self.begins[on.rank], self.begins[on.rank + 1])
         float8 = None if sums else on.task.float8
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
-        self._joined = bool(products) and dim == 0 and sum(sizes) <= producers.joined_rows(on.ws)
-        chunks = 1 if dim or self._joined else on.world_size
+        # Whether a tile may have rows of several shards.
+        self.joined = bool(kinds) and dim == 0 and sum(sizes) <= producers.joined_rows(on.ws)
+        chunks = 1 if dim or self.joined else on.world_size
         # A rank without columns of C has pieces of as many rows as the others.
-        shape = (sum(sizes) if self._joined else most_rows, result) if result or products else ()
-        self._config = config = on.configure(*shape, chunks=chunks)
-        self._launch: GatherMatmul | None = None
-        # The kernel's epilogue, if no tensor of it changes from call to call.
-        self._is_fixed = not (any(on.task.epilogue.operands) or on.task.epilogue.keeps)
-        self._tile: TileEpilogue | None = None
-        self._by = "push"
+        shape = (sum(sizes) if self.joined else most_rows, result) if result or kinds else ()
+        self.config = config = on.configure(*shape, chunks=chunks)
         # Sums are sent tile by tile, with a signal each.
         self._per_tile = sums
-        # Whether the kernel that multiplies also gathers. Otherwise `collect` gathers, and the library multiplies.
-        self._in_one_kernel = bool(products) and not beside
-        # The number of products in the kernel that gathers, and the rows of each of their results.
-        self._num_in_kernel = 0 if not products else products.count(products[0])
-        self._rows = self._shape[0] if dim == 0 else other
+        # Whether rows travel while another kernel multiplies terms of a sum.
+        self._beside = bool(on.task.terms) and not sums
+        # The number of products in the kernel that gathers. If it is 0, the library multiplies what `collect` gathers.
+        self.num_in_kernel = kinds.count(kinds[0]) if kinds and not self._beside else 0
         cols = other if dim == 0 else max(sizes)
-        rows = self._shape[0] if dim == 0 else on.world_size * other
+        rows = self.shape[0] if dim == 0 else on.world_size * other
         cols = packed_bytes(cols, blocks=on.task.in_blocks) if float8 else cols
         row_bytes = cols * dtype.itemsize
         piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
         slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
         self.region = on.layout.region(rows, cols, dtype, slots=slots, piece=piece)
         # Row of a half at which this rank's rows begin.
-        self.row = self.region.row + (self._begin if dim == 0 else on.rank * other)
-        M, K = self._shape if dim == 0 else (other, self._shape[0])
-        self._work = Work(
+        self.row = self.region.row + (self.begins[on.rank] if dim == 0 else on.rank * other)
+        M, K = self.shape if dim == 0 else (other, self.shape[0])
+        self.work = Work(
             "gather", M if result else 0, result, K if result else 0, M * K, on.world_size,
             on.task.multiplied_in if float8 else on.task.dtype_name, by_depth=dim == 1,
         )  # fmt: skip
 
-    def _choose(self) -> str:
-        self._on.sent_by = chosen = producers.choose(self._ws, self._work, asked_for=self._on.producer)
-        return chosen
-
-    def _launcher(self) -> GatherMatmul:
-        ws, on = self._ws, self._on
-        config, late = producers.gather_config(ws, self._config, self._work, on.programs, self._by)
-        self._launch = GatherMatmul(
-            on.task.op.number, self._sizes, on_rows=self._dim == 0, pitch=self.region.pitch,
-            piece_rows=self.region.piece, config=config, scales=on.scales, leaves=on.task.leaves,
-            switch=self._by == MULTICAST, late=late, joined=self._joined,
-        )  # fmt: skip
-        return self._launch
-
-    def _produce(self, x: Matrix, producer: str, *, beside: bool = False) -> None:
-        with_own = self._in_one_kernel and (self._joined or not own_in_place(x))
-        producers.produce(
-            self._ws, self._on.task.op, x, self._sizes, self.region, producer=producer, dst_row=self.row,
-            config=self._config, with_own=with_own, beside=beside, programs=self._on.programs,
-        )  # fmt: skip
-
-    def start(self, x: Matrix) -> None:
+    def start(self, x: Matrix) -> Pending:
         ws, on = self._ws, self._on
         if ws.reads_peers and on.producer == "auto":
             # Every call on a CPU runs this.
-            self._by = on.sent_by = "push"
+            by = "push"
         else:
-            self._by = self._choose()
-        if not self._in_one_kernel or self._on.split or self._by == "copy":
-            self._produce(x, self._by)
-        # Otherwise the first programs of the kernel in `multiply` push.
+            by = producers.choose(ws, self.work, asked_for=on.producer)
+        on.sent_by = by
+        if not self.num_in_kernel or on.split or by == "copy":
+            with_own = self.num_in_kernel > 0 and (self.joined or not own_in_place(x))
+            producers.produce(
+                ws, on.task.op, x, self.sizes, self.region, producer=by, dst_row=self.row, config=self.config,
+                with_own=with_own, beside=self._beside, programs=on.programs,
+            )  # fmt: skip
+        # Otherwise the first programs of the kernel of the first product push.
+        return Pending(self, x, by)
 
-    def start_beside(self, x: Matrix) -> None:
-        ws, on = self._ws, self._on
-        if ws.reads_peers and on.producer == "auto":
-            on.sent_by = by = "push"
-        else:
-            by = self._choose()
-        self._produce(x, by, beside=True)
+    def read(self, of: Pending) -> Matrix:
+        if type(of.x) is Quantized:
+            rows = of.x.data.new_empty(self.shape[0], self.region.pitch, dtype=torch.uint8)
+            pack_into(rows[self._part], of.x)
+            self._collect(rows.view(of.x.data.dtype))
+            return unpacked(rows, of.x.shape[1], of.x)
+        return self.whole(of)
 
-    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        if not self._in_one_kernel:
-            return multiplied(self._collected(x), products, self._on.task.leaves)
-        in_kernel, others = products[: self._num_in_kernel], products[self._num_in_kernel :]
-        by, on, ws, first, transposed = self._by, self._on, self._ws, in_kernel[0].epilogue, in_kernel[0].transposed
-        M, bs, is_gated = self._rows, [], first.activation in GATED
+    def whole(self, of: Pending, out: Tensor | None = None) -> Tensor:
+        if out is None:
+            out = of.x.new_empty(self.shape)
+            out[self._part].copy_(of.x)
+        self._collect(out)
+        return out
+
+    def _collect(self, out: Tensor) -> None:
+        # By the op's last kernel.
+        ws = self._ws
+        transport.settle(ws)
+        collect(
+            ws.channel(), self._on.task.op.number, out, ws.table(self.sizes), first_slot=self.region.slot,
+            region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self.config,
+            piece_rows=self.region.piece,
+        )  # fmt: skip
+
+
+class FusedProduct:
+    """Products with a `Pending` in one kernel, of which the first programs may push; others follow in the library."""
+
+    def __init__(self, on: Fused, gather: FusedGather) -> None:
+        self._on, self._ws, self._gather = on, on.ws, gather
+        self._launch: GatherMatmul | None = None
+        # The kernel's epilogue, if no tensor of it changes from call to call.
+        self._is_fixed = not (any(on.task.epilogue.operands) or on.task.epilogue.keeps)
+        self._tile: TileEpilogue | None = None
+
+    def _launcher(self, by: str) -> GatherMatmul:
+        ws, on, gather = self._ws, self._on, self._gather
+        config, late = producers.gather_config(ws, gather.config, gather.work, on.programs, by)
+        self._launch = GatherMatmul(
+            on.task.op.number, gather.sizes, on_rows=gather.dim == 0, pitch=gather.region.pitch,
+            piece_rows=gather.region.piece, config=config, scales=on.scales, leaves=on.task.leaves,
+            switch=by == MULTICAST, late=late, joined=gather.joined,
+        )  # fmt: skip
+        return self._launch
+
+    def __call__(self, pending: Pending | Matrix, products: Sequence[Product], leaves: int) -> list[Tensor]:
+        assert type(pending) is Pending
+        on, ws, gather, x, by = self._on, self._ws, self._gather, pending.x, pending.sent
+        in_kernel, others = products[: gather.num_in_kernel], products[gather.num_in_kernel :]
+        first, transposed = in_kernel[0].epilogue, in_kernel[0].transposed
+        M, bs, is_gated = gather.shape[gather.dim], [], first.activation in GATED
         outs: list[Tensor] = []
         cs: list[Tensor] = []
         zs: list[Tensor] = []
@@ -233,44 +256,18 @@ class FusedGather:
         own, scales = x, None
         if type(x) is Quantized:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
-        launch, issued = self._launch or self._launcher(), on.split or by == "copy"
-        start = partial(launch, ws.channel(), own, bs, cs, epilogue, ws.table(self._sizes), scales=scales)
+        launch, issued = self._launch or self._launcher(by), on.split or by == "copy"
+        start = partial(launch, ws.channel(), own, bs, cs, epilogue, ws.table(gather.sizes), scales=scales)
         if by == "copy" and not on.split:
             layouts = producers.layouts_of(x, *(epilogue.bias or ()), *(each.other for each in in_kernel))
             in_capture = partial(start, pushed=False, last=not others)
             producers.load_for_capture(ws, in_capture, on.task, layouts)
         start(pushed=issued, last=not others and by != "copy")
         if others:
-            return [*outs, *multiplied(self._collected(x), others, on.task.leaves)]
+            return [*outs, *multiply(pending, others, leaves)]
         if by == "copy":
             producers.finish(ws)
         return [*outs, *zs]
-
-    def _collected(self, x: Matrix, out: Tensor | None = None) -> Matrix:
-        # Return all ranks' rows in one tensor, `out` or a new one, by the op's last kernel.
-        if type(x) is Quantized:
-            rows = x.data.new_empty(self._shape[0], self.region.pitch, dtype=torch.uint8)
-            pack_into(rows[self._part], x)
-            self._collect(rows.view(x.data.dtype))
-            return unpacked(rows, x.shape[1], x)
-        if out is None:
-            out = x.new_empty(self._shape)
-            out[self._part].copy_(x)
-        self._collect(out)
-        return out
-
-    def _collect(self, out: Tensor) -> None:
-        ws = self._ws
-        transport.settle(ws)
-        collect(
-            ws.channel(), self._on.task.op.number, out, ws.table(self._sizes), first_slot=self.region.slot,
-            region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self._config,
-            piece_rows=self.region.piece,
-        )  # fmt: skip
-
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        made: Tensor = self._collected(x, out)
-        return made
 
 
 class FusedScatter:
@@ -331,8 +328,10 @@ class FusedScatter:
         self._reduce(epilogue, out if self._dim == 0 else out.t(), own, last=last)
         return epilogue.with_norm(out)
 
-    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: FusedGather, *, own: Tensor | None) -> None:
-        self._reduce(epilogue, out[self._part], own, gather=gather)
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: FusedGather, *, own: Tensor | None) -> Pending:
+        mine = out[self._part]
+        self._reduce(epilogue, mine, own, gather=gather)
+        return Pending(gather, mine)
 
     def _reduce(
         self,
@@ -380,7 +379,7 @@ class FusedRing:
     def stages(self) -> tuple[Any, ...]:
         return (self._run,)
 
-    def _run(self, operands: Operands) -> list[Tensor]:
+    def _run(self, operands: Operands, _: None) -> list[Tensor]:
         ws, x = self._ws, operands["a"]
         out = operands["out"] if "out" in operands else x.new_empty(self._task.results(ws.rank)[0])
         ring(
@@ -422,7 +421,7 @@ class OneKernel:
     def stages(self) -> tuple[Any, ...]:
         return (self._run,)
 
-    def _run(self, operands: Operands) -> list[Tensor]:
+    def _run(self, operands: Operands, _: None) -> list[Tensor]:
         task, ws = self._task, self._ws
         a, b, epilogue, tile = operands["a"], operands["b"], self._epilogue, self._tile
         if tile is None:

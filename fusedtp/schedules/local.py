@@ -1,4 +1,4 @@
-"""Multiply whole local operands: any schedule on one rank, and the matmuls beside a collective.
+"""Products by the library: any schedule on one rank, and the matmuls beside a collective.
 
 The library multiplies, or our kernel if the order is a tree (`kernels.contraction`): its bits are those that a
 collective's kernels give to the same product.
@@ -12,21 +12,21 @@ as by torch: NaN in one may reach the result's previous row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import locks, trace
-from ..epilogue import Epilogue, ended
+from ..epilogue import Epilogue, end, ended, into
 from ..float8 import BLOCK, E8M0, FNUZ
-from ..op import Task
+from ..op import Product, Task
 from ..scaled import Matrix, Quantized, by_columns
-from ..shards import offsets
 from ..torch_private import FakeTensor, scaled_mm
-from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
+from .verbs import Gather, GatherSpec, Pending, ScatterSpec, ScheduleImpl
 
 # dtypes for which fast paths to a matmul call `padded`.
 NARROW = (torch.bfloat16, torch.float16)
@@ -101,32 +101,28 @@ class SingleRank(ScheduleImpl):
         return True
 
     def gather(self, what: GatherSpec) -> LocalGather:
-        return LocalGather(what.dim, self._leaves)
+        return LocalGather(what.dim)
 
     def scatter(self, what: ScatterSpec) -> LocalScatter:
         return LocalScatter(self._leaves)
 
 
-class LocalGather:
-    """`verbs.Gather` for one rank."""
+class LocalGather(Gather):
+    """`verbs.Gather` for one rank: X is this rank's part, maybe the caller's own tensor."""
 
-    def __init__(self, dim: int, leaves: int) -> None:
-        self._dim, self._leaves = dim, leaves
+    lends = True
 
-    def start(self, x: Matrix) -> None:
-        pass
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
 
-    start_beside = start
+    def start(self, x: Matrix) -> Pending:
+        return Pending(self, x)
 
-    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        outs = multiplied(x.t() if self._dim == 1 else x, products, self._leaves)
-        if products and products[-1].kind == "whole" and products[-1].out is None:
-            # Nothing was gathered, so X may be the caller's own tensor.
-            outs[-1] = outs[-1].clone()
-        return outs
+    def read(self, of: Pending) -> Matrix:
+        return of.x.t() if self.dim == 1 else of.x
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format) if out is None else out
+    def whole(self, of: Pending, out: Tensor | None = None) -> Tensor:
+        return of.x.clone(memory_format=torch.contiguous_format) if out is None else out
 
 
 class LocalScatter:
@@ -158,25 +154,120 @@ class LocalScatter:
         return epilogue.finish(summed(terms, addend, out=out), addend)
 
 
-def multiplied(whole: Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
-    """Return the products with `whole`, the gathered X; `leaves` as in `op.Task`."""
+def multiply(x: Pending | Matrix, products: Sequence[Product], leaves: int = 0) -> list[Tensor]:
+    """Return the products with X, which may be pending; `leaves` as in `op.Task`."""
+    lent = False
+    if type(x) is Pending:
+        gather = x.gather
+        if gather.by_parts:
+            return _by_parts(x, products)
+        x, lent = gather.read(x), gather.lends
     outs: list[Tensor] = []
     for each in products:
         if each.kind == "whole":
-            data: Tensor = whole.data if type(whole) is Quantized else whole
-            if each.out is not None:
-                outs.append(each.out.copy_(data.t() if each.transposed else data))
-                continue
-            # A tensor without elements counts as contiguous whatever its strides.
-            outs.append(data.t().clone(memory_format=torch.contiguous_format) if each.transposed else data.contiguous())
+            outs.append(_whole(x, each, lent))
             continue
-        left, right = whole if each.kind == "rows" else by_columns(whole).t(), each.other
+        by_rows = each.kind == "rows"
+        left: Any = x if by_rows else by_columns(x)
         if each.transposed:
-            left, right = right.t(), left.t()
-        outs.append(mm(left, right, each.epilogue.addend, leaves, None if each.epilogue.keeps else each.out))
+            left, right = each.other.t(), left.t() if by_rows else left
+        else:
+            left, right = left if by_rows else left.t(), each.other
+        # The epilogue's `addend`.
+        bias, out = each.epilogue.bias, None if each.epilogue.keeps else each.out
+        if leaves or type(left) is Quantized or trace.spans is not None:
+            outs.append(trace.timed("multiply", -1, mm, left, right, bias, leaves, out))
+            continue
+        # `mm`, inlined because every small op runs this.
+        if left.dtype in NARROW:
+            left, right = padded(left, right)
+        outs.append(torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out))
     if not products[0].epilogue.ends:
         return outs
     return ended([each.epilogue for each in products], outs, [each.out for each in products])
+
+
+def _whole(x: Matrix, product: Product, lent: bool) -> Tensor:
+    # Return X itself, or X.T, in a tensor of the caller's.
+    data: Tensor = x.data if type(x) is Quantized else x
+    data = data.t() if product.transposed else data
+    if product.out is not None:
+        return product.out.copy_(data)  # type: ignore[no-any-return]
+    # A tensor without elements counts as contiguous whatever its strides.
+    if lent or product.transposed:
+        return data.clone(memory_format=torch.contiguous_format)
+    return data.contiguous()
+
+
+def _by_parts(pending: Pending, products: Sequence[Product]) -> list[Tensor]:
+    """Compute the products as parts of X arrive.
+
+    Along the contraction each part adds a term, rounded once more. In float8, terms are scaled and added in float32,
+    and rounded once.
+    """
+    gather, x = pending.gather, pending.x
+    by_rows, outs = products[0].kind == "rows", list[Tensor]()
+    # Float32 sums of products whose contraction is split over float8 parts.
+    wides: list[Tensor | None] = [None] * len(products)
+    for i, each in enumerate(products):
+        shape = gather.shape if each.kind == "whole" else (gather.shape[each.kind == "outer"], each.other.shape[1])
+        if each.kind == "outer" and type(x) is Quantized:
+            wides[i] = x.data.new_zeros(shape, dtype=torch.float32)
+        given = None if each.epilogue.keeps else each.out
+        if given is None:
+            like = x.data if each.kind == "whole" and type(x) is Quantized else x
+            given = like.new_empty(shape[::-1] if each.transposed else shape)
+        outs.append(given)
+    epilogues = [each.epilogue for each in products]
+    ends, transposed = epilogues[0].ends, products[0].transposed
+    ys = into(epilogues[0], outs, [each.out for each in products]) if ends else outs
+    begins, first = gather.begins, True
+    for src, part in gather.parts(pending):
+        at, rows = slice(begins[src], begins[src + 1]), part.t() if gather.dim == 1 else part
+        add = _add if trace.spans is None else partial(trace.timed, "multiply", src, _add)
+        its = [each.columns(at) for each in epilogues] if transposed and by_rows else epilogues
+        for each, epilogue, out, wide in zip(products, its, outs, wides, strict=True):
+            add(each, epilogue, rows, at, out, wide, first)
+        if ends and by_rows:
+            # The rows are in cache.
+            place = (slice(None), at) if transposed else at
+            end(its, [out[place] for out in outs], [y[place] for y in ys])
+        first = False
+    for each, out, wide in zip(products, outs, wides, strict=True):
+        if wide is not None:
+            bias = each.epilogue.addend
+            # The bias of a transposed result has an element for each of its columns, the product's rows.
+            made = finish(wide, each.other, bias[:, None] if each.transposed and bias is not None else bias)
+            out.copy_(made.t() if each.transposed else made)
+    if ends and not by_rows:
+        end(epilogues, outs, ys)
+    return [*ys, *outs] if epilogues[0].keeps else ys
+
+
+def _add(
+    product: Product, epilogue: Epilogue, rows: Matrix, at: slice, out: Tensor, wide: Tensor | None, first: bool
+) -> None:  # fmt: skip
+    # Add the contribution of the rows `at` of X to a product.
+    if product.kind == "whole":
+        out[at] = rows.data if type(rows) is Quantized else rows
+        return
+    if wide is not None:
+        if 0 not in rows.shape:
+            wide.add_(term(by_columns(rows).t(), product.other[at]))
+        return
+    if product.kind == "rows":
+        left, right = rows, product.other
+        out = out[:, at] if product.transposed else out[at]
+    else:
+        left, right = rows.t(), product.other[at]
+    if product.transposed:
+        left, right = right.t(), left.t()
+    if not out.numel():
+        return
+    if first or product.kind == "rows":
+        mm(left, right, epilogue.addend, out=out)
+    else:
+        out.addmm_(*(padded(left, right) if out.dtype in NARROW else (left, right)))
 
 
 def mm(
@@ -329,74 +420,3 @@ def blocks_for_library(scale: Tensor) -> Tensor:
     padded[:rows, :cols] = scale
     tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(E8M0)
-
-
-class PackedGather:
-    """Base of `verbs.Gather` in float8: rows travel as bytes; a schedule adds how.
-
-    A scale has the same signal and collective as its row, so scales cost no launch and no wait. Along the contraction a
-    row has a scale for each rank's part: products of parts are scaled and added in float32, and rounded once.
-    """
-
-    # Rank r's part has `rows[r]` rows of `cols[r]` elements.
-    def __init__(self, rank: int, what: GatherSpec) -> None:
-        sizes, other, dim, *_ = what
-        self._rank, self._sizes, self._dim, self._begins = rank, sizes, dim, offsets(sizes)
-        self._rows = [size if dim == 0 else other for size in sizes]
-        self._cols = [other if dim == 0 else size for size in sizes]
-        self._num_rows = sum(sizes) if dim == 0 else other
-
-    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
-        # Yield every rank's part with its rank, the own part first.
-        raise NotImplementedError
-
-    def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
-        outs: list[Tensor] = []
-        # Float32 sums of products whose contraction is split over parts.
-        wides: dict[int, Tensor] = {}
-        for i, each in enumerate(products):
-            if each.kind == "whole":
-                outs.append(x.data.new_empty(self._num_rows, x.shape[1]) if each.out is None else each.out)
-                continue
-            # Gathered along the contraction, X lies transposed in the parts: X.T @ other is parts @ other.
-            across = each.kind == "outer" and self._dim == 0
-            shape = (x.shape[1] if across else self._num_rows, each.other.shape[1])
-            if self._dim == 1 or across:
-                wides[i] = x.data.new_zeros(shape, dtype=torch.float32)
-            given = None if each.epilogue.keeps else each.out
-            outs.append(x.new_empty(shape[::-1] if each.transposed else shape) if given is None else given)
-        for src, part in self._parts(x):
-            at = slice(self._begins[src], self._begins[src + 1])
-            with trace.span("multiply", src):
-                for i, each in enumerate(products):
-                    if each.kind == "whole":
-                        outs[i][at] = part.data
-                    # Rows without columns give zeros, plus a bias.
-                    elif i not in wides and part.shape[0]:
-                        self._put(each, part, at, outs[i])
-                    elif i in wides and 0 not in part.shape:
-                        left = part if self._dim == 1 else by_columns(part).t()
-                        wides[i].add_(term(left, each.other[at]))
-        for i, wide in wides.items():
-            bias, transposed = products[i].epilogue.addend, products[i].transposed
-            # The bias of a transposed result has an element for each of its columns, the product's rows.
-            made = finish(wide, products[i].other, bias[:, None] if transposed and bias is not None else bias)
-            outs[i].copy_(made.t() if transposed else made)
-        return ended([each.epilogue for each in products], outs, [each.out for each in products])
-
-    @staticmethod
-    def _put(product: Product, part: Quantized, at: slice, out: Tensor) -> None:
-        if product.transposed:
-            out[:, at] = mm(product.other.t(), part.t(), product.epilogue.columns(at).addend)
-        else:
-            out[at] = mm(part, product.other, product.epilogue.addend)
-
-    def start(self, x: Quantized) -> None:
-        raise NotImplementedError
-
-    def start_beside(self, x: Quantized) -> None:
-        self.start(x)
-
-    def whole(self, x: Matrix, out: Tensor | None = None) -> Tensor:
-        """Raise NotImplementedError: only collectives without a matmul use `whole`, and they take no float8."""
-        raise NotImplementedError

@@ -9,6 +9,7 @@ we support. The backend (gloo, NCCL) decides how terms of a sum are rounded. Une
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,11 @@ from torch.distributed import ProcessGroup
 from .. import trace
 from ..epilogue import Epilogue
 from ..op import Task
-from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
+from ..scaled import Matrix, pack_into, packed_bytes, unpacked
 from ..shards import offsets
 from ..torch_private import c10d
-from .local import PackedGather, multiplied, sum_into
-from .verbs import GatherSpec, Product, ScatterSpec, ScheduleImpl
+from .local import sum_into
+from .verbs import Gather, GatherSpec, Pending, ScatterSpec, ScheduleImpl
 
 
 class Unfused(ScheduleImpl):
@@ -30,7 +31,7 @@ class Unfused(ScheduleImpl):
     sums = "as the process group adds"
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
-        self._float8, self.blocks = task.float8 is not None, task.in_blocks
+        self.packs, self.blocks = task.float8 is not None, task.in_blocks
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
 
@@ -41,95 +42,70 @@ class Unfused(ScheduleImpl):
         """Return True: the backend has an all-reduce, and chooses its algorithm."""
         return True
 
-    def gather(self, what: GatherSpec) -> UnfusedGather | UnfusedPackedGather:
-        return UnfusedPackedGather(self, what) if self._float8 else UnfusedGather(self, what)
+    def gather(self, what: GatherSpec) -> UnfusedGather:
+        return UnfusedGather(self, what)
 
     def scatter(self, what: ScatterSpec) -> UnfusedScatter:
         return UnfusedScatter(self, what)
 
 
-class UnfusedGather:
-    """`verbs.Gather` with torch.distributed."""
+class UnfusedGather(Gather):
+    """`verbs.Gather` with torch.distributed: one collective of rows padded to the longest part, float8 as bytes."""
 
     def __init__(self, on: Unfused, what: GatherSpec) -> None:
-        self._on, self._sizes, self._dim, self._longest = on, what.sizes, what.dim, max(what.sizes)
+        self._on, self._sizes, self.dim, self._longest = on, what.sizes, what.dim, max(what.sizes)
+        self.shape, self.begins = (sum(what.sizes), what.other), offsets(what.sizes)
         self._even = len(set(what.sizes)) == 1
+        # float8 is multiplied at once if all parts are rows, and equally many.
+        self.by_parts = on.packs and (what.dim == 1 or not self._even)
+        if on.packs:
+            # The rows and columns of each part, as they travel.
+            self._parts = [(size, what.other) if what.dim == 0 else (what.other, size) for size in what.sizes]
+            self._row_bytes = packed_bytes(max(cols for _, cols in self._parts), blocks=on.blocks)
 
-    def start(self, x: Tensor) -> None:
-        # A collective concatenates rows: transposing this part is cheaper than reordering all parts on arrival.
-        x = x.t() if self._dim == 1 else x
-        # Every rank's rows, padded to the longest part; undefined before `_arrived`.
-        longest, num_ranks, columns = self._longest, self._on.world_size, x.shape[1]
-        if longest == 0 or columns == 0:
-            self._arriving = x.new_empty(longest * num_ranks, columns)
-            return
-        if x.shape[0] == longest:
-            sent = x.contiguous()
+    def start(self, x: Any) -> Pending:
+        if self._on.packs:
+            sent = x.data.new_zeros(max(rows for rows, _ in self._parts), self._row_bytes, dtype=torch.uint8)
+            pack_into(sent[: x.shape[0]], x)
         else:
-            sent = x.new_empty(longest, columns)
-            sent[: x.shape[0]] = x
-        # With `out` this is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
-        # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15), and the heap is corrupt.
-        self._arriving = sent.new_empty(longest * num_ranks, columns)
-        c10d.all_gather_into_tensor_out(sent, num_ranks, self._on.group_name, out=self._arriving)
-
-    start_beside = start
-
-    def _arrived(self) -> Tensor:
-        arriving, longest = self._arriving, self._longest
-        del self._arriving
-        gathered, wait = arriving, c10d.wait_tensor
+            # A collective concatenates rows: transposing this part is cheaper than reordering all parts on arrival.
+            rows = x.t() if self.dim == 1 else x
+            if rows.shape[0] == self._longest:
+                sent = rows.contiguous()
+            else:
+                sent = rows.new_empty(self._longest, rows.shape[1])
+                sent[: rows.shape[0]] = rows
+        # Every rank's rows; undefined before `_arrived`.
+        arriving = sent.new_empty(sent.shape[0] * self._on.world_size, sent.shape[1])
         if arriving.numel():
-            gathered = wait(arriving) if trace.spans is None else trace.timed("collective", -1, wait, arriving)
+            # With `out` this is a plain gather. Without, it is a coalesced one, whose name is too long for gloo: both
+            # threads of a group may free the name (ProcessGroupGloo::runLoop, torch 2.11 to 2.15), and the heap is
+            # corrupt.
+            c10d.all_gather_into_tensor_out(sent, self._on.world_size, self._on.group_name, out=arriving)
+        return Pending(self, x, arriving)
+
+    @staticmethod
+    def _arrived(of: Pending) -> Tensor:
+        arriving, wait = of.sent, c10d.wait_tensor
+        if not arriving.numel():
+            return arriving  # type: ignore[no-any-return]
+        found: Tensor = wait(arriving) if trace.spans is None else trace.timed("collective", -1, wait, arriving)
+        return found
+
+    def read(self, of: Pending) -> Matrix:
+        arrived = self._arrived(of)
+        if self._on.packs:
+            return unpacked(arrived, self.shape[1], of.x)
         if self._even:
-            return gathered
-        parts = zip(gathered.split(longest), self._sizes, strict=True)
+            return arrived
+        parts = zip(arrived.split(self._longest), self._sizes, strict=True)
         return torch.cat([part[:size] for part, size in parts])
 
-    def multiply(self, x: Tensor, products: Sequence[Product]) -> list[Tensor]:
-        whole = self._arrived()
-        if trace.spans is not None:
-            return trace.timed("multiply", -1, multiplied, whole, products)
-        return multiplied(whole, products)
-
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._arrived() if out is None else out.copy_(self._arrived())
-
-
-class UnfusedPackedGather(PackedGather):
-    """Gather of float8 by one collective, of rows padded to the largest number and length."""
-
-    def __init__(self, on: Unfused, what: GatherSpec) -> None:
-        super().__init__(on.rank, what)
-        self._on, self._row_bytes = on, packed_bytes(max(self._cols), blocks=on.blocks)
-
-    def start(self, x: Quantized) -> None:
-        sent = x.data.new_zeros(max(self._rows), self._row_bytes, dtype=torch.uint8)
-        pack_into(sent[: x.shape[0]], x)
-        self._arriving = sent.new_empty(self._on.world_size, *sent.shape)
-        if sent.numel():
-            whole = self._arriving.view(-1, sent.shape[1])
-            c10d.all_gather_into_tensor_out(sent, self._on.world_size, self._on.group_name, out=whole)
-
-    def _arrived(self) -> Tensor:
-        arriving = self._arriving
-        del self._arriving
-        if arriving.numel():
-            with trace.span("collective"):
-                c10d.wait_tensor(arriving.view(-1, arriving.shape[2]))
-        return arriving
-
-    def _parts(self, x: Quantized) -> Iterator[tuple[int, Quantized]]:
-        for src, rows in enumerate(self._arrived()):
-            yield src, unpacked(rows[: self._rows[src]], self._cols[src], x)
-
-    def multiply(self, x: Quantized, products: Sequence[Product]) -> list[Tensor]:
-        """Multiply equal row parts at once, others part by part."""
-        if self._dim == 1 or len(set(self._rows)) > 1:
-            return super().multiply(x, products)
-        whole = unpacked(self._arrived().flatten(0, 1), x.shape[1], x)
-        with trace.span("multiply"):
-            return multiplied(whole, products)
+    def parts(self, of: Pending) -> Iterator[tuple[int, Matrix]]:
+        arrived, num_ranks = self._arrived(of), self._on.world_size
+        arrived = arrived.view(num_ranks, arrived.shape[0] // num_ranks, self._row_bytes)
+        for src, (rows, cols) in enumerate(self._parts):
+            yield src, unpacked(arrived[src, :rows], cols, of.x)
 
 
 class UnfusedScatter:

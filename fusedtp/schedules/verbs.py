@@ -1,56 +1,39 @@
-"""Building blocks of the ops, written once for all schedules: a gather that feeds products, and a scatter fed by one.
+"""Building blocks of the ops, written once for all schedules: a gather, products that take it, and a sum fed by some.
 
-A schedule provides these two verbs; `forms` combines them. `gather` sends this rank's part of a matrix to all ranks:
-any number of products consume the rows as they arrive, or the caller gets the whole matrix. `scatter` sends each rank's
-terms of a sum to their owners, who add them up. Both are made for a task, which decides their room in the arenas, and
-then used any number of times.
+A schedule provides these verbs; `forms` combines them. A gather sends this rank's part of a matrix to all ranks. It
+returns a `Pending`, which a product takes in place of the whole matrix: the gather knows nothing of the product. A
+scatter sends each rank's terms of a sum to their owners, who add them up. Both are made for a task, which decides their
+room in the arenas, and then used any number of times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from ..epilogue import NO_EPILOGUE, Epilogue
-from ..op import Task
+from ..epilogue import Epilogue
+from ..op import Product, Task
 from ..scaled import Matrix
 
 # A task's operands by name, see `op`.
 Operands = Mapping[str, Any]
 
 
-class Product(NamedTuple):
-    """Product with X, the gathered matrix.
-
-    `kind` "rows" is X @ other, "outer" is X.T @ other, "whole" is X itself in a new tensor. `transposed`: the result is
-    transposed, [other's columns, ..]. Columns of the epilogue are the result's. `out`: the tensor for the result, after
-    an activation; by default a new one.
-    """
-
-    kind: Literal["rows", "outer", "whole"]
-    other: Matrix = None
-    epilogue: Epilogue = NO_EPILOGUE
-    transposed: bool = False
-    out: Tensor | None = None
-
-
 class GatherSpec(NamedTuple):
     """Matrix to gather, of which rank r has `sizes[r]` rows of `other` elements, or columns with dim 1.
 
-    - `products`: the kinds of the products to come.
+    - `kinds`: the kinds of the products that take it.
     - `result`: the columns of all products of the first kind together, from which the tile is chosen.
-    - `beside`: whether the gather is in flight during something else (`start_beside`).
     - `sums`: whether it gathers sums of the task's scatter (`sum_into`), in the result's dtype.
     """
 
     sizes: tuple[int, ...]
     other: int
     dim: int
-    products: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     result: int = 0
-    beside: bool = False
     sums: bool = False
 
 
@@ -68,20 +51,58 @@ class ScatterSpec(NamedTuple):
     to_all: bool = False
 
 
-class Gather(Protocol):
-    """One gather of a task. x is this rank's part: pass the same x to every method. float8 scales travel with rows."""
+class Gather:
+    """Base of the transports of a matrix to all ranks. float8 scales travel with rows, as bytes.
 
-    def start(self, x: Matrix) -> None:
+    - `shape`, `begins`: of X, and each rank's first row. Columns (dim 1) are rows of X.
+    - `dim`: 1 if parts are columns.
+    - `by_parts`: whether the library multiplies parts as they arrive; otherwise X.
+    - `lends`: whether `read` returns memory that is not the caller's.
+    """
+
+    shape: tuple[int, int]
+    begins: tuple[int, ...]
+    dim: int
+    by_parts: bool = False
+    lends: bool = False
+
+    def start(self, x: Any) -> Pending:
         """Send this rank's part now, or leave it to the kernel of the first product."""
+        raise NotImplementedError
 
-    def start_beside(self, x: Tensor) -> None:
-        """Send this rank's part now, beside the work issued next."""
+    def read(self, of: Pending) -> Matrix:
+        """Return X after all parts have arrived. It may be in memory that the next op overwrites."""
+        raise NotImplementedError
 
-    def multiply(self, x: Matrix, products: Sequence[Product]) -> list[Tensor]:
-        """Compute the products as parts arrive, with epilogues of the same activation."""
+    def parts(self, of: Pending) -> Iterable[tuple[int, Any]]:
+        """Return each rank with its part, columns as columns, in the order of arrival."""
+        raise NotImplementedError
 
-    def whole(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return all ranks' parts, in `out`, which has this rank's part already, or in a new tensor."""
+    def whole(self, of: Pending, out: Tensor | None = None) -> Tensor:
+        """Return X as `Pending.whole` does."""
+        made: Any = self.read(of)
+        return made if out is None else out.copy_(made)
+
+
+class Pending(NamedTuple):
+    """X, a matrix of which all ranks' parts are on their way, until the op ends. A product takes it like a tensor.
+
+    - `gather`: the transport, which knows the flags to wait for and the memory to read.
+    - `x`: this rank's part.
+    - `sent`: how the part was sent, or where parts arrive, as the transport needs.
+    """
+
+    gather: Gather
+    x: Any
+    sent: Any = None
+
+    def whole(self, out: Tensor | None = None) -> Tensor:
+        """Return X in `out`, which has this rank's part already, or in a new tensor."""
+        return self.gather.whole(self, out)
+
+
+# A function of X, products with X, whose epilogues have one activation, and a tree's leaves. It returns the results.
+Multiply: TypeAlias = "Callable[[Pending | Matrix, Sequence[Product], int], list[Tensor]]"
 
 
 class Scatter(Protocol):
@@ -102,7 +123,7 @@ class Scatter(Protocol):
         - `out`: the tensor for the sum; by default a new one.
         """
 
-    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> None:
+    def sum_into(self, epilogue: Epilogue, out: Tensor, gather: Any, *, own: Tensor | None) -> Pending:
         """Put this rank's part of the sum, with the epilogue but no norm, in `out`, and send it to all by `gather`."""
 
 
@@ -134,6 +155,10 @@ class ScheduleImpl(Protocol):
 
     def gather(self, what: GatherSpec) -> Any:
         """Return a `Gather` of a matrix."""
+
+    def product(self, gather: Any) -> Multiply | None:
+        """Return the schedule's own product with what `gather` returns, or None for the library's."""
+        return None
 
     def scatter(self, what: ScatterSpec) -> Any:
         """Return a `Scatter` of a sum."""

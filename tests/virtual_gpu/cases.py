@@ -16,7 +16,8 @@ from torch import Tensor
 from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
 from fusedtp.kernels.configs import shape_class
-from fusedtp.schedules import fused, producer
+from fusedtp.schedules import forms, fused, producer
+from fusedtp.schedules.verbs import Pending
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
@@ -173,6 +174,11 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     )  # fmt: skip
 
 
+def read(x: Pending, products: Any, leaves: int = 0) -> list[Any]:
+    """Return X itself in place of products with X."""
+    return [x.gather.read(x)]
+
+
 def joined(*what: Any, **options: Any) -> Phases:
     """Return the launches with tiles that join rows of several ranks."""
     phases = launches_of(*what, **options)
@@ -238,7 +244,8 @@ def virtual_ranks(
             ws.peers[-1] = WINDOW
         # The library would multiply gathered rows; they are returned as they are, as the machine runs kernels only.
         with (
-            mock.patch.object(fused, "multiplied", lambda whole, products, leaves=0: [whole]),
+            mock.patch.object(fused, "multiply", read),
+            mock.patch.object(forms, "multiply", read),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
             mock.patch.object(producer, "joined_rows", return_value=0),
             # Do not always take the tile that suits so few programs.

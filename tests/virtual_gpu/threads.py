@@ -22,7 +22,7 @@ from fusedtp import locks
 from fusedtp.choose import dispatch
 from fusedtp.schedules import fused
 from fusedtp.schedules.forms import Prepared
-from fusedtp.schedules.local import multiplied as library_multiplied
+from fusedtp.schedules.verbs import Pending
 from fusedtp.workspaces import registry
 from fusedtp.workspaces.workspace import Workspace
 
@@ -91,10 +91,13 @@ def run_ranks(
             ws.check()
             return outs
 
-        def multiplied(whole: Tensor, products: Any, leaves: int = 0) -> list[Tensor]:
+        read = fused.FusedGather.read
+
+        def read_together(gather: fused.FusedGather, pending: Pending) -> Any:
             # The library multiplies rows that kernels have gathered.
+            rows = read(gather, pending)
             meet()
-            return library_multiplied(whole, products, leaves)
+            return rows
 
         def thread(rank: int) -> None:
             with turn:
@@ -107,7 +110,7 @@ def run_ranks(
         with (
             mock.patch.object(registry, "get", get),
             mock.patch.object(Prepared, "go", go),
-            mock.patch.object(fused, "multiplied", multiplied),
+            mock.patch.object(fused.FusedGather, "read", read_together),
             mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),
             # Threads here are ranks, which run the same op at once.
             mock.patch.object(locks, "alone", lambda key, op, function, *args: function(*args)),
