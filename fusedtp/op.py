@@ -173,11 +173,11 @@ class Task:
         return "a" if self.op.kind == "gather" else self.gathers
 
     @cached_property
-    def terms(self) -> tuple[tuple[str, str], ...]:
-        """Return the names of a, b of each product a @ b that goes into the sum."""
+    def terms(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of all a, and of all b, of the products a @ b that go into the sum; () for none."""
         if self.op.kind == "gather" or not self.op.multiplies:
             return ()
-        return tuple(zip(self.each("a"), self.each("b"), strict=True))
+        return self.each("a"), self.each("b")
 
     @cached_property
     def products(self) -> tuple[Product, ...]:

@@ -77,7 +77,7 @@ def _once(function: Callable[[], Any], late: float) -> tuple[list[Step], Any]:
 
 # Limits of calls and files, with the function itself. A layer also reads and unwraps its parameters. Backward begins at
 # the node of autograd's graph.
-CALLS, FILES, LAYER_CALLS, LAYER_FILES, BACKWARD_CALLS = 18, 9, 22, 10, 20
+CALLS, FILES, LAYER_CALLS, LAYER_FILES, BACKWARD_CALLS = 19, 10, 23, 11, 20
 FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()

@@ -88,7 +88,8 @@ class Form:
             x = operands[self._gathered]
             pending = self._gather.start(x.t() if self._by_rows else x)
         if self._terms:
-            self._scatter.multiply([(operands[a], operands[b]) for a, b in self._terms])
+            take, (lefts, rights) = operands.__getitem__, self._terms
+            self._scatter.multiply(list(zip(map(take, lefts), map(take, rights), strict=True)))
         elif self._scatter is not None:
             self._scatter.put(operands["a"])
         return pending
