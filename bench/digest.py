@@ -26,7 +26,8 @@ CPU = (
     "calls/call.py", "calls/operators.py", "calls/parameters.py", "calls/program.py", "choose/dispatch.py",
     "choose/paths.py", "collectives.py", "epilogue.py", "float8.py", "functional.py", "groups.py", "locks.py",
     "scaled.py", "schedules/__init__.py", "schedules/decomposed.py", "schedules/forms.py", "schedules/local.py",
-    "schedules/transport.py", "schedules/unfused.py", "shards.py", "torch_private.py", "trace.py",
+    "schedules/transport.py", "schedules/unfused.py", "schedules/verbs.py", "shards.py", "torch_private.py",
+    "trace.py",
     "workspaces/clock.py", "workspaces/failures.py", "workspaces/steps.py", "workspaces/words.py",
     "workspaces/workspace.py",
 )  # fmt: skip
