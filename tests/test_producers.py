@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 import fusedtp
 from fusedtp import reference
 from fusedtp.bench.ranks import RankPool
+from fusedtp.calls.bound import BoundTask
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import Config, compiled_config
@@ -24,6 +25,7 @@ from fusedtp.workspaces import steps
 from fusedtp.workspaces.steps import DeviceSteps
 from fusedtp.workspaces.workspace import Workspace
 
+from . import direct
 from .virtual_ranks import local_memories
 
 CPU = torch.device("cpu")
@@ -62,6 +64,12 @@ def gathers(group: ProcessGroup, by: tuple[str, ...]) -> list[str]:
     y = fusedtp.sharded_matmul(mine, dy, spec, mesh, sizes=widths, schedule="fused", producer=producer)
     seen.append(fusedtp.last_path().producer)
     reference.check(y, reference.matmul(x.t(), dy), reference.bound(x.t(), dy, x.dtype), f"by columns, rank {rank}")
+    # A sum of tensors that no matmul makes.
+    terms = [torch.randn(sum(sizes), 5, generator=random) for _ in sizes]
+    task = direct.task_of("reduce_scatter", terms[rank], sizes=sizes)
+    (total,) = BoundTask(task, "fused", group, CPU, producer=producer).run({"a": terms[rank]})
+    whole = torch.stack(terms).double().sum(0)
+    assert torch.allclose(total.double(), reference.chunk(whole, 0, rank, sizes), atol=1e-5), f"sum, rank {rank}"
     return seen
 
 
