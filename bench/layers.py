@@ -314,7 +314,7 @@ class Layer(Drawn):
 
     def _parallel(self, variant: str) -> nn.Module:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate, Shard
         from torch.distributed.tensor.parallel import (
             ColwiseParallel,
             PrepareModuleInput,
@@ -349,7 +349,11 @@ class Layer(Drawn):
         if variant == "dtensor_once":
             once = PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
             model, gathers = parallelize_module(model, mesh, once), ColwiseParallel()
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for linear, dim in zip(linears.values(), self.dims, strict=True):
+            # Wrap this rank's shard: a style would scatter the whole from rank 0.
+            own = chunk(linear.weight.detach(), dim, self.rank, even_sizes(linear.weight.shape[dim], n)).clone()
+            linear.weight = nn.Parameter(DTensor.from_local(own, mesh, [Shard(dim)], run_check=False))
         plan = {name: scatters if dim else gathers for name, dim in zip(linears, self.dims, strict=True)}
         return parallelize_module(model, mesh, plan)
 

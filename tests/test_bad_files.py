@@ -147,7 +147,7 @@ NUMBERS = {
 }
 NAMES = {"op": "all_gather_matmul", "direction": "forward", "dtype": "float32", "gate": "passed"}
 # Not the ratio of these numbers.
-NAMES |= {"tflops": ""}
+NAMES |= {"tflops": "", "tokens_per_s": "", "roofline": ""}
 CELLS = {field.name: NUMBERS[str(field.type)] for field in fields(store.Measurement)} | NAMES
 HEAD, LINE = ",".join(CELLS), ",".join(CELLS.values())
 

@@ -1,0 +1,100 @@
+"""Columns and pictures of scaling, of fast_p, of speed-ups against tokens and of busbw; the state of a GPU by NVML."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fusedtp.bench import figures, machine, tables, theme
+from fusedtp.bench.cases import Case
+from fusedtp.bench.frames import distinct, fast_p, frame_of
+from fusedtp.bench.intervals import Timing
+from fusedtp.bench.report import late
+from fusedtp.bench.store import Measurement, ratios
+
+MakeRow = Callable[..., Measurement]
+
+
+def case_rows(make_row: MakeRow, tokens: int, world_size: int, auto_ms: float, **more: Any) -> list[Measurement]:
+    """Return rows of a block; the fastest other takes 10 ms."""
+    given = {"op": "block", "model": "small", "tokens": tokens, "M": tokens, "world_size": world_size, **more}
+    times = {"local": 4.0, "comm": 6.0, "unfused": 10.0, "dtensor": 12.0, "auto": auto_ms}
+    return [make_row(variant=name, median_ms=ms, **given) for name, ms in times.items()]
+
+
+def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow) -> None:
+    alone = [make_row(variant="unfused", median_ms=16.0, op="block", model="small", tokens=64, M=64, world_size=1)]
+    frame = frame_of([*alone, *case_rows(make_row, 64, 2, 8.0), *case_rows(make_row, 64, 4, 5.0)])
+    found = frame.set_index([frame["variant"].astype(str), "world_size"])
+    assert found.loc[("auto", 2), "scaling"] == pytest.approx(16 / 8 / 2)
+    assert found.loc[("auto", 4), "scaling"] == pytest.approx(16 / 5 / 4)
+    assert found.loc[("unfused", 2), "scaling"] == pytest.approx(16 / 10 / 2)
+    assert found.loc[("auto", 2), "over_best"] == pytest.approx(10 / 8)
+    assert found["over_best"].notna().sum() == 2
+    assert fast_p(frame) == {"auto": pytest.approx([10 / 8, 10 / 5])}
+    told = " ".join(tables.verdict(frame))
+    assert "fast_p of auto, right and p times as fast as the fastest other: 100% at p = 1, 100% at p = 1.2, 50%" in told
+    wrong = replace(case_rows(make_row, 64, 8, 5.0)[-1], gate="wrong", median_ms=None, p20_ms=None, p80_ms=None)
+    assert fast_p(frame_of([*case_rows(make_row, 64, 8, 5.0)[:-1], wrong])) == {"auto": [0.0]}
+
+
+def test_auto_is_left_out_where_it_ran_the_code_of_another(make_row: MakeRow) -> None:
+    rows = [make_row(variant=name, median_ms=1.0) for name in ("unfused", "decomposed")]
+    for path, left in (("decomposed: asked", 2), ("unfused: few", 2), ("fused: many", 3), ("", 2)):
+        assert len(distinct(frame_of([*rows, make_row(variant="auto", median_ms=1.0, path=path)]))) == left
+
+
+def test_pictures_have_a_line_a_number_of_ranks_and_a_line_a_variant(make_row: MakeRow) -> None:
+    rows = [row for tokens in (16, 64, 256) for n in (2, 4) for row in case_rows(make_row, tokens, n, 8.0)]
+    with theme.style():
+        drawn = figures.by_tokens(frame_of(rows))
+        assert figures.by_tokens(frame_of(rows[:10])) is None
+        (axes,) = drawn.axes
+        assert [line.get_label() for line in axes.get_lines()[1:]] == ["2 ranks", "4 ranks"]
+        assert list(axes.get_lines()[1].get_xdata()) == [16, 64, 256]
+        assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([10 / 8] * 3)
+        sent = [
+            make_row(op="all_reduce", variant=name, median_ms=ms, M=M, N=1024, K=1024,
+                     **{key: value for key, value in ratios(Case("all_reduce", M, 1024, 1024, "float32", 2), "forward",
+                                                            name, {name: ms}).items() if value})
+            for M in (4, 64) for name, ms in (("unfused", 2.0), ("decomposed", 1.0))
+        ]  # fmt: skip
+        drawn = figures.bus_rates(frame_of(sent))
+    (axes,) = drawn.axes
+    assert {line.get_label() for line in axes.get_lines()} == {"unfused", "decomposed"}
+    # On two ranks an all-reduce sends twice half of its bytes: 16 KB in 1 ms.
+    ((_, low),) = [(line, line.get_ydata()[0]) for line in axes.get_lines() if line.get_label() == "decomposed"]
+    assert low == pytest.approx(4 * 1024 * 4 / 1e-3 / 1e9)
+
+
+def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow) -> None:
+    rows = [make_row(median_ms=1.0, variant="dtensor", late_rounds=n, host_us=900.0) for n in (0, 10, 11)]
+    assert late(rows[:2]) == ""
+    assert "Careful, in 1 rows (dtensor) the host took longer" in late(rows)
+    timings = [replace(Timing.of([1.0, 2.0]), host_us=us, late_rounds=1) for us in (10.0, 30.0)]
+    joined = Timing.together(timings)
+    assert (joined.host_us, joined.late_rounds, joined.each_of(2).host_us) == (30.0, 2, 15.0)
+
+
+def test_the_state_of_a_gpu_is_by_nvml_and_empty_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert machine.gpu_state(0) == ""
+    asked: list[int] = []
+    nvml = SimpleNamespace(
+        NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda i: asked.append(i), nvmlDeviceGetClockInfo=lambda gpu, kind: 1000 * kind,
+        nvmlDeviceGetPowerUsage=lambda gpu: 312_400, nvmlDeviceGetTemperature=lambda gpu, kind: 61,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x44,
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    said = "SM 1000 MHz, memory 2000 MHz, 312 W, 61 C, throttled: power cap, hardware thermal"
+    assert machine.gpu_state(1) == said
+    assert asked == [5]
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda gpu: 1
+    assert machine.gpu_state(0).endswith("throttled: no")
