@@ -273,8 +273,8 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
     if not num_gpus and world_size == 2:
         shapes += SHAPES["square"][op] + SHAPES["comm"][op][:2]
     elif not num_gpus and world_size > 2:
-        # More ranks than a small machine has cores: only one size, where communication matters.
-        shapes += SHAPES["comm"][op][:1]
+        # More ranks than a small machine has cores: only two sizes, one where communication matters.
+        shapes = [*SHAPES["medium"][op], *SHAPES["comm"][op][:1]]
     # Time the gradients of a few sizes.
     gradients = shapes if num_gpus else (*SHAPES["small"][op], *SHAPES["medium"][op]) if world_size == 2 else ()
     every = request.directions or DIRECTIONS
