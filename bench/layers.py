@@ -376,6 +376,7 @@ class Decode(Drawn):
 
     def _runner(self, variant: str, direction: str) -> Runner:
         from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
         from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
         x, w, residual, scale, shape = self.x, self.w, self.residual, self.scale, (self.case.N,)
@@ -393,8 +394,8 @@ class Decode(Drawn):
             return by_hand
         if variant == "dtensor":
             linear = nn.Linear(self.case.K, self.case.N, bias=False, device="meta")
-            linear.weight = nn.Parameter(self.weight.clone())
             mesh = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=("tp",))
+            linear.weight = nn.Parameter(DTensor.from_local(w.clone(), mesh, [Shard(1)], run_check=False))
             split = parallelize_module(linear, mesh, RowwiseParallel())
 
             def by_dtensor() -> Results:
