@@ -261,6 +261,8 @@ def test_a_table_is_made_on_the_main_stream(rank: Workspace) -> None:
         mock.patch.object(producer, "travelling", travelling),
         mock.patch.object(rank, "table", table),
         mock.patch.object(producer, "push") as pushed,
+        mock.patch.object(producer, "with_pushers", return_value=config),
+        mock.patch.object(rank, "device", torch.device("cuda:0")),
     ):
         x = torch.zeros(4, 4)
         producer.produce(
