@@ -188,6 +188,7 @@ REDUCED = Task(op.ALL_REDUCE, {"a": (3, 4)}, torch.float32)
 GATHERED = Task(op.ALL_GATHER_MATMUL, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, (3, 3))
 NORMED = Epilogue(norm=RMS_NORM, norm_weight=("norm_weight",), eps=1e-6)
 SUMMED = Task(op.MATMUL_ALL_REDUCE, {"a": (3, 4), "b": (4, 5)}, torch.bfloat16, epilogue=NORMED)
+SCATTERED = Task(op.MATMUL_REDUCE_SCATTER, {"a": (6, 4), "b": (4, 5), "x": (3, 7)}, torch.bfloat16, (3, 3))
 KEEPING = replace(GATHERED, epilogue=Epilogue(activation="silu"))
 # For each field, of a task or its epilogue: a task, and another value of the field.
 OTHERWISE: dict[str, tuple[Task, object]] = {
@@ -197,12 +198,14 @@ OTHERWISE: dict[str, tuple[Task, object]] = {
     "residual": (SUMMED, ("residual",)), "norm_weight": (SUMMED, ("other",)), "norm_bias": (SUMMED, ("norm_bias",)),
     "float8": (GATHERED, torch.float8_e4m3fn), "in_blocks": (replace(GATHERED, float8=torch.float8_e4m3fn), True),
     "norm": (SUMMED, LAYER_NORM), "eps": (SUMMED, 1e-5), "leaves": (REDUCED, 8), "any_order": (REDUCED, True),
-    "whole": (replace(GATHERED, dim=1), True),
+    "whole": (replace(GATHERED, dim=1), True), "gathers": (SCATTERED, "x"),
+    "further": (replace(GATHERED, shapes={**GATHERED.shapes, "dy": (6, 7)}), (op.Product("outer", "dy"),)),
 }  # fmt: skip
 # Fields that may differ between ranks, and why.
 OWN = {
     "keeps": "a rank keeps its products for its own gradients, and they do not travel",
     "norm_weight": "every norm has one",
+    "further": "a rank may multiply what it gathers with anything of its own",
 }
 TASK_FIELDS = [each.name for each in fields(Task) if each.name != "epilogue"]
 
