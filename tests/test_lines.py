@@ -56,7 +56,7 @@ def test_an_interruption_at_any_line_of_an_op(pool: RankPool, rank: int) -> None
     assert 0 < right < count
 
 
-@pytest.mark.parametrize("within", ["apply", "call", "alone", "begin", "enter", "leave", "end"])
+@pytest.mark.parametrize("within", ["apply", "call", "run", "begin", "enter", "leave", "end"])
 def test_an_interruption_where_an_op_begins_and_ends(pool: RankPool, within: str) -> None:
     """Every line: there the op has been sent, and may have been counted."""
     # A plain collective never runs `apply`.

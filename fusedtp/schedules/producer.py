@@ -145,7 +145,7 @@ def produce(
     - `scatter`: each peer gets its rows of `sizes`.
     - `with_own`: the own half gets rows too.
     - `switch`: as in `push`.
-    - `beside`: a kernel that pushes runs on the side stream of a GPU, as copies always do, until `settle`.
+    - `beside`: a kernel that pushes runs on the side stream, as copies always do, until `settle`.
     - `programs`: as in `fused.Fused`.
     """
     on_cpu = ws.device.type == "cpu"
@@ -164,7 +164,7 @@ def produce(
     if producer == "copy":
         load_for_capture(ws, issue, "push", op.name, sizes, scatter, with_own, region.slot, layouts_of(x))
         _copy(ws, op.name, x, sizes, dst_row, region, scatter, with_own)
-    elif beside and not on_cpu:
+    elif beside:
         with travelling(ws):
             issue()
     else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
 from fusedtp.kernels.configs import shape_class
-from fusedtp.schedules import forms, fused, producer
+from fusedtp.schedules import forms, fused, local, producer
 from fusedtp.schedules.verbs import Pending
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
@@ -243,9 +243,10 @@ def virtual_ranks(
             ws.data.fill_(0xFF)
             ws.peers[-1] = WINDOW
         # The library would multiply gathered rows; they are returned as they are, as the machine runs kernels only.
+        multiplies = read if world_size > 1 else local.multiply
         with (
-            mock.patch.object(fused, "multiply", read),
-            mock.patch.object(forms, "multiply", read),
+            mock.patch.object(fused, "multiply", multiplies),
+            mock.patch.object(forms, "multiply", multiplies),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
             mock.patch.object(producer, "joined_rows", return_value=0),
             # Do not always take the tile that suits so few programs.

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedtp import locks
 from fusedtp.choose import dispatch
-from fusedtp.schedules import fused
+from fusedtp.schedules import forms, fused, local
 from fusedtp.schedules.forms import Prepared
 from fusedtp.schedules.verbs import Pending
 from fusedtp.workspaces import registry
@@ -111,6 +111,8 @@ def run_ranks(
             mock.patch.object(registry, "get", get),
             mock.patch.object(Prepared, "go", go),
             mock.patch.object(fused.FusedGather, "read", read_together),
+            mock.patch.object(fused, "multiply", local.multiply),
+            mock.patch.object(forms, "multiply", local.multiply),
             mock.patch.multiple(Workspace, begin=lambda *_: None, end=lambda *_: None),
             # Threads here are ranks, which run the same op at once.
             mock.patch.object(locks, "alone", lambda key, op, function, *args: function(*args)),
