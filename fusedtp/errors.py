@@ -26,7 +26,10 @@ class PeerTimeout(RuntimeError):
         if came_late:
             text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} (rank {rank} {waited})"
         else:
-            lost = ", which did not answer: it is lost or late, or has raised an error of its own"
+            lost = (
+                ", which did not answer: it is lost, late or has raised an error of its own. Call fusedtp.destroy for "
+                "this group on every live rank; fusedtp.set_timeout gives a late rank more time"
+            )
             text = f"{op}: rank {rank} {waited}{' in vain' if explained else lost}"
         super().__init__(f"{text} ({detail})" if detail else text)
 

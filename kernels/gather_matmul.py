@@ -311,7 +311,8 @@ def _gather_matmul_kernel(
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
     if PUSHERS > 0:
-        enter(link, pid)
+        if pid == 0:
+            enter(link)
     if PUSHERS > 0 and pid < PUSHERS:
         push_to_all(
             link, LocalRows(a.ptr, a.stride_m, a.stride_k, a.cols, None if scales is None else scales.a[0]),

@@ -28,7 +28,7 @@ from .epilogue import TileEpilogue, apply
 from .launch import Channel, Config, Memo, options, strip_of
 from .loading import Started, launch
 from .matmul import Tile, matmul_tiles
-from .matmul_scatter import rounded, send_tile
+from .matmul_scatter import rounded, store_part
 from .multicast import behind_store, behind_wait, store_to_all, sum_of_all
 from .operands import (
     LaunchParams,
@@ -46,7 +46,7 @@ from .operands import (
 )
 from .prepared import prepares
 from .reduce import sum_of_parts, wait_for_parts
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, turn, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, raise_to_all, turn, wait
 
 # Fewest blocks of K in a part: a smaller part is over before its loads are pipelined. `MOST_SPLITS` limits the parts,
 # as each of them is stored and loaded again in float32.
@@ -98,27 +98,26 @@ def _locate(ctx, index):
 
 
 @triton.jit
-def _send_to(ctx, dst, first, tile, partial):
-    # first: the first column of tiles that `dst` owns.
-    slot = tile.index * _most(ctx, cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)) + tile.chunk - first + FIRST_SLOT
-    row = (dst if ctx.SWITCH else ctx.link.rank) * ctx.M
-    send_tile(ctx, dst, row, (tile.chunk - first) * ctx.tiles.BLOCK_N, slot, tile, partial)
-
-
-@triton.jit
 def _send(ctx, tile, packed, acc):
     partial = rounded(ctx, tile, acc)
+    across = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
+    slot = tile.index * _most(ctx, across) + FIRST_SLOT
     if ctx.TO_ALL:
-        # Not `range`: unrolled, it keeps the addresses of all ranks in registers.
-        dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
-        while dst != ctx.link.rank:
-            _send_to(ctx, dst, 0, tile, partial)
+        # Not `range`: unrolled, it keeps the addresses of all ranks in registers. The own rank comes last.
+        row = ctx.link.rank * ctx.M
+        dst = ctx.link.rank
+        more = 1
+        while more != 0:
             dst = (dst + 1) % ctx.link.group.WORLD_SIZE
-        _send_to(ctx, ctx.link.rank, 0, tile, partial)
+            store_part(ctx, dst, row, tile.col, tile, partial)
+            more = dst - ctx.link.rank
+        raise_to_all(ctx.link, slot + tile.chunk, True)
     else:
-        across = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
         owner = ((tile.chunk + 1) * ctx.link.group.WORLD_SIZE - 1) // across
-        _send_to(ctx, owner, _first_of(ctx, owner, across), tile, partial)
+        col = tile.chunk - _first_of(ctx, owner, across)
+        row = (owner if ctx.SWITCH else ctx.link.rank) * ctx.M
+        store_part(ctx, owner, row, col * ctx.tiles.BLOCK_N, tile, partial)
+        raise_signal(ctx.link, owner, slot + col)
 
 
 @triton.jit
@@ -208,10 +207,7 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
         if not ctx.TO_ALL:
             if ctx.SWITCH:
                 behind_store()
-            dst = (ctx.link.rank + 1) % ctx.link.group.WORLD_SIZE
-            while dst != ctx.link.rank:
-                raise_signal(ctx.link, dst, second_slot + down * across + first + col)
-                dst = (dst + 1) % ctx.link.group.WORLD_SIZE
+            raise_to_all(ctx.link, second_slot + down * across + first + col)
 
 
 @triton.jit
@@ -247,7 +243,10 @@ def _all_reduce_programs(
 ):  # fmt: skip
     num_programs = tl.num_programs(0)
     place = turn(ctx.link, num_programs)
-    enter(ctx.link, place)
+    # The first program that does not multiply: it has nothing to do yet, and only programs that wait for nothing begin
+    # before it.
+    if place == min(producers, num_programs - 1):
+        enter(ctx.link)
     if place < producers:
         if SPLITS > 1:
             _multiply_parts(ctx, sums, arrivals, place, producers, num_tiles, SPLITS)

@@ -24,7 +24,7 @@ from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import LaunchParams, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
 from .prepared import prepares
 from .scales import scale_columns
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal, raise_to_all
 
 
 class Partial(NamedTuple):
@@ -54,8 +54,8 @@ def _locate_own_chunk_last(ctx, tile):
 
 
 @triton.jit
-def send_tile(ctx, dst, row, col, slot, tile, partial):
-    """Store a tile in a region of rank `dst`'s half, or of the own one (SWITCH), and raise `slot` at `dst`.
+def store_part(ctx, dst, row, col, tile, partial):
+    """Store a tile in a region of rank `dst`'s half, or of the own one (SWITCH).
 
     row, col: the region's first row, and the tile's column in the region.
     """
@@ -65,15 +65,12 @@ def send_tile(ctx, dst, row, col, slot, tile, partial):
     rows = (row + tile.row + offs_m).to(tl.int64)
     base = half(ctx.link, ctx.link.rank if ctx.SWITCH else dst, partial.dtype)
     tl.store(base + rows[:, None] * ctx.pitch + (col + offs_n)[None, :], partial, mask=mask)
-    raise_signal(ctx.link, dst, slot)
 
 
 @triton.jit
-def _store_to(ctx, dst, tile, partial):
-    row = dst * ctx.region_row if ctx.SWITCH else ctx.region_row
+def _slot_of(ctx, tile):
     # Signals are numbered in the order in which `reduce` visits the owner's tiles: row by row.
-    index = tile.index * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N
-    send_tile(ctx, dst, row, tile.col, index + FIRST_SLOT, tile, partial)
+    return tile.index * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N + FIRST_SLOT
 
 
 @triton.jit
@@ -101,7 +98,9 @@ def rounded(ctx, tile, acc):
 
 @triton.jit
 def _store_to_owner(ctx, tile, packed, acc):
-    _store_to(ctx, tile.chunk, tile, rounded(ctx, tile, acc))
+    row = tile.chunk * ctx.region_row if ctx.SWITCH else ctx.region_row
+    store_part(ctx, tile.chunk, row, tile.col, tile, rounded(ctx, tile, acc))
+    raise_signal(ctx.link, tile.chunk, _slot_of(ctx, tile))
 
 
 @triton.jit
@@ -109,7 +108,9 @@ def _store_to_all(ctx, tile, packed, acc):
     partial = rounded(ctx, tile, acc)
     # Not unrolled: the addresses of eight arenas at once take registers.
     for i in range(1, ctx.link.group.WORLD_SIZE + 1):
-        _store_to(ctx, (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE, tile, partial)
+        dst = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
+        store_part(ctx, dst, ctx.region_row, tile.col, tile, partial)
+    raise_to_all(ctx.link, _slot_of(ctx, tile), True)
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
@@ -123,7 +124,9 @@ def _matmul_scatter_kernel(
     """
     epoch = begin(group, rank)
     pid = tl.program_id(0)
-    enter(Link(group, rank, epoch, fingerprint, 0), pid)
+    # The last program has no more tiles than any other, and often one less.
+    if pid == tl.num_programs(0) - 1:
+        enter(Link(group, rank, epoch, fingerprint, 0))
     matmul_tiles(
         Partial(
             Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, pitch, scales, SWITCH, 0

@@ -20,7 +20,7 @@ from .loading import Started, launch
 from .multicast import behind_store, store_to_all
 from .prepared import prepares
 from .scales import scale_bytes
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, or_nan, raise_signal, raise_to_all, wait
 
 # Rows whose block scales are sent at a time.
 SCALE_ROWS = tl.constexpr(256)
@@ -123,8 +123,7 @@ def _push_at_once(
                 places = (dst_row + row + offs_r) * pitch + col
                 store_to_all(link, block, places, offs_r < end - row, src.cols - col, BLOCK_C)
         behind_store()
-        for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
-            raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, piece + first_slot)
+        raise_to_all(link, piece + first_slot, WITH_OWN)
 
 
 @triton.jit
@@ -189,7 +188,8 @@ def _push_kernel(
     """Enter the epoch and push rows, as an op's first kernel. Signals pieces; waits for nothing."""
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = tl.program_id(0)
-    enter(link, pid)
+    if pid == 0:
+        enter(link)
     push_to_all(
         link, x, table, pid, tl.num_programs(0), num_rows, dst_row, pitch, first_slot,
         SCATTER, WITH_OWN, PIECE, BLOCK_R, BLOCK_C, SWITCH,

@@ -20,7 +20,7 @@ from .multicast import behind_store, behind_wait, empty_sum, store_to_all, sum_o
 from .operands import outputs_of
 from .prepared import prepares
 from .push import rows_of
-from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_signal, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_to_all, wait
 
 
 @triton.jit
@@ -140,8 +140,7 @@ def _reduce_kernel(
         if BROADCAST:
             if SWITCH:
                 behind_store()
-            for i in range(1, link.group.WORLD_SIZE):
-                raise_signal(link, (link.rank + i) % link.group.WORLD_SIZE, second_slot + index)
+            raise_to_all(link, second_slot + index)
     if LAST:
         leave(link, num_programs)
 
@@ -177,8 +176,8 @@ def reduce(
     rows = out.shape[0]
     return launch(_reduce_kernel, (config.programs,))(
         rows_of(out if own is None else own), outputs_of(out), epilogue, channel.group(op), channel.rank,
-        channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch, tree, per_tile,
-        own is not None,
+        channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch,
+        tree, per_tile, own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
         config.block_m, config.block_n, strip_of(config), switch, **moving_options(config),
     )  # fmt: skip

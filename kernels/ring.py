@@ -139,7 +139,8 @@ def _send_own(link, ring, x, out, pid, num_programs):
 def _ring_programs(link, ring, x, out, REDUCE: tl.constexpr, GATHER: tl.constexpr):
     pid = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    enter(link, pid)
+    if pid == 0:
+        enter(link)
     if REDUCE:
         out_row = tl.load(ring.table + link.rank) if GATHER else 0
         _reduce_phase(link, ring, x, out, out_row, pid, num_programs, GATHER)

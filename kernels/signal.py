@@ -82,8 +82,13 @@ BEGUN = tl.constexpr(5)  # the epoch that the stream of a lane has begun, and th
 ENDED = tl.constexpr(6)
 HOST_WORDS = 16
 
-# Polls between two looks at the clock, which cost a trip to host memory on a GPU. Interpreted polls sleep up to 4 ms.
-POLLS_PER_LOOK = tl.constexpr(16 if INTERPRETED else 256)
+# Ranks that one instruction signals, a lane each: a warp's, which execute one fence. Not the number of ranks, which is
+# no constant in kernels that give their link a name.
+LANES = tl.constexpr(32)
+
+# Polls before the first look at the clock, and between two looks: each is a trip to host memory on a GPU. Most waits
+# end before the first. Interpreted polls sleep up to 4 ms.
+POLLS_PER_LOOK = tl.constexpr(16 if INTERPRETED else 32)
 
 
 class RankGroup(NamedTuple):
@@ -148,24 +153,57 @@ def raise_signal(link, dst, slot):
 
 
 @triton.jit
-def fingerprint_of(link, dst, src):
-    """Return the pointer at which rank `dst` finds the fingerprint of `src` for this epoch."""
-    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.group.WORLD_SIZE + 2 * src
-    return (header(link.group, dst) + SIGNALS + place).to(tl.pointer_type(tl.int64))
+def lanes(link, first):
+    """Return a lane for each rank from `first` on, the mask of lanes that are ranks, and their arenas' headers."""
+    ranks = first + tl.arange(0, LANES)
+    mask = ranks < link.group.WORLD_SIZE
+    return ranks, mask, tl.load(link.group.peers + ranks, mask=mask).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def _store_fingerprint(link, dst):
+def raise_lanes(link, headers, slots, mask):
+    """Release what was stored before the last barrier under each lane's slot: one instruction, and one fence."""
+    signals = headers + SIGNALS + slots * link.group.WORLD_SIZE + link.rank
+    tl.atomic_xchg(signals, link.epoch, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def raise_to_all(link, slot, WITH_OWN: tl.constexpr = False):
+    """Release everything that this program has stored to every peer, or with WITH_OWN to every rank, under `slot`.
+
+    One exchange of a lane for each rank: the fence is executed once, and the signals travel side by side. Raised one
+    after another, each signal waits for a fence of its own, which takes a round trip to the peers.
+    """
+    tl.debug_barrier()
+    for first in range(0, link.group.WORLD_SIZE, LANES):
+        ranks, mask, headers = lanes(link, first)
+        if not WITH_OWN:
+            mask &= ranks != link.rank
+        raise_lanes(link, headers, slot, mask)
+
+
+@triton.jit
+def fingerprint_of(link, words, src):
+    """Return the pointer at which the rank of header `words` finds the fingerprint of `src` for this epoch."""
+    place = (FINGERPRINT_SLOT + 2 * (link.epoch & 1)) * link.group.WORLD_SIZE + 2 * src
+    return (words + SIGNALS + place).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _store_fingerprints(link):
     # Atomic, as two kernels of one op may enter side by side. The cast is for the interpreter, which takes a small
-    # number for an int32.
-    place = fingerprint_of(link, dst, link.rank)
-    tl.atomic_xchg(place, link.fingerprint.to(tl.int64), sem="relaxed", scope="sys")
+    # number for an int32. The own copy is for the host, which may have issued other ops by the time it is asked about
+    # this op.
+    for first in range(0, link.group.WORLD_SIZE, LANES):
+        _, mask, headers = lanes(link, first)
+        places = fingerprint_of(link, headers, link.rank)
+        tl.atomic_xchg(places, link.fingerprint.to(tl.int64), mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def disagrees(link, src):
     """Return 1 if rank `src`, whose entry has been seen, means another op than this rank, else 0."""
-    theirs = read(fingerprint_of(link, link.rank, src))
+    theirs = read(fingerprint_of(link, header(link.group, link.rank), src))
     return (theirs != link.fingerprint.to(tl.int64)).to(tl.int32)
 
 
@@ -244,23 +282,25 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
     # Not 0 <= seen - epoch < LEAD.
     if ((seen - link.epoch) & -LEAD) != 0:
         host = tl.load(link.group.peers + link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-        budget = read(words + BUDGET_MS)
-        start = read(host + CLOCK_MS)
         # A rank that has given up does not wait again, in this op or in a later one.
         given_up = read(words + GIVEN_UP) & ENDS
         waiting = (given_up == 0).to(tl.int32)
         polls = 0
+        start = 0
         differs = 0
         while (((seen - link.epoch) & -LEAD) != 0) & (waiting != 0):
             polls += 1
-            if polls == POLLS_PER_LOOK:
-                polls = 0
+            if polls % POLLS_PER_LOOK == 0:
                 tl.store(words + WAITING_SLOT, slot)
                 tl.store(words + WAITING_FOR, src + 1)
                 given_up = read(words + GIVEN_UP) & ENDS
-                elapsed = read(host + CLOCK_MS) - start
+                now = read(host + CLOCK_MS)
+                budget = read(words + BUDGET_MS)
+                # The time counts from the first look on.
+                start = tl.where(polls == POLLS_PER_LOOK, now, start)
+                polls = POLLS_PER_LOOK
                 differs = _entered_otherwise(link, words, src)
-                waiting = ((given_up == 0) & (elapsed < budget) & (differs == 0)).to(tl.int32)
+                waiting = ((given_up == 0) & (now - start < budget) & (differs == 0)).to(tl.int32)
             # Poll after the look at the clock: a rank that was stopped in between finds what arrived meanwhile.
             seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
         if ((seen - link.epoch) & -LEAD) != 0:
@@ -278,23 +318,15 @@ def or_nan(x, ok):
 
 
 @triton.jit
-def enter(link, pid):
+def enter(link):
     """Tell every peer that this rank has begun the epoch.
 
-    Program 0 of an op's first kernel does this before it waits. A rank that has given up enters no more: its host may
-    have issued ops before it learned of that.
+    One program of an op's first kernel does this before it waits; no program that begins before it waits either. A rank
+    that has given up enters no more: its host may have issued ops before it learned of that.
     """
-    if pid == 0:
-        # Two nested ifs: Triton's `and` would make every program load.
-        if read(header(link.group, link.rank) + GIVEN_UP) == 0:
-            # The own copy is for the host, which may have issued other ops by the time it is asked about this op.
-            for dst in range(link.group.WORLD_SIZE):
-                _store_fingerprint(link, dst)
-            # Not `range`, which the compiler would unroll, barriers included.
-            dst = (link.rank + 1) % link.group.WORLD_SIZE
-            while dst != link.rank:
-                raise_signal(link, dst, ENTRY_SLOT)
-                dst = (dst + 1) % link.group.WORLD_SIZE
+    if read(header(link.group, link.rank) + GIVEN_UP) == 0:
+        _store_fingerprints(link)
+        raise_to_all(link, ENTRY_SLOT)
 
 
 @triton.jit
@@ -316,7 +348,7 @@ def leave(link, num_programs):
     """End the op: the last program to arrive waits for every peer's `enter` and advances the epoch.
 
     Every program of an op's last kernel calls this once.
-    Waits for: `enter` on every peer, raised by its program 0.
+    Waits for: `enter` on every peer.
     """
     words = header(link.group, link.rank)
     tl.debug_barrier()

@@ -19,7 +19,7 @@ def _step_kernel(group, rank, fingerprint: tl.int64, peer, slot, STEP: tl.conste
     """
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
     if STEP == "enter":
-        enter(link, 0)
+        enter(link)
     elif STEP == "signal":
         raise_signal(link, peer, slot)
     elif STEP == "wait":

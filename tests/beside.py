@@ -72,9 +72,9 @@ class Flags:
 
 
 @contextlib.contextmanager
-def own_group(group: ProcessGroup) -> Iterator[ProcessGroup]:
+def own_group(group: ProcessGroup, **options: Any) -> Iterator[ProcessGroup]:
     """Make a second group of the same ranks, which must be all ranks of the pool: `new_group` is collective."""
-    made = dist.new_group(dist.get_process_group_ranks(group))
+    made = dist.new_group(dist.get_process_group_ranks(group), **options)
     yield made
     fusedtp.destroy(made)
     dist.destroy_process_group(made)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from functools import partial
 from types import FrameType
 from unittest import mock
@@ -24,7 +25,7 @@ from fusedtp import groups
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
 from fusedtp.schedules import decomposed, fused
-from fusedtp.workspaces import clock, registry
+from fusedtp.workspaces import clock, registry, timeouts
 
 from .beside import CPU, Flags, X, own_group, until
 
@@ -296,11 +297,15 @@ def budgets_of_groups(group: ProcessGroup) -> list[float]:
         seen.append(registry.get(other, CPU).host_words[signal.BUDGET_MS.value] / 1000)
         fusedtp.set_timeout(110)
         seen += [registry.get(each, CPU).seconds for each in (group, other)]
+    # Without a timeout that was set, a rank may be as late as the process group allows.
+    with mock.patch.object(timeouts, "_seconds", None), own_group(group, timeout=timedelta(seconds=123)) as other:
+        ws = registry.get(other, CPU)
+        seen += [ws.seconds, ws.host_words[signal.BUDGET_MS.value] / 1000]
     return seen
 
 
 def test_a_group_may_have_a_budget_of_its_own(pool: RankPool) -> None:
-    assert pool.run(budgets_of_groups) == [[110, 77, 110, 88, 88, 110, 110]] * 4
+    assert pool.run(budgets_of_groups) == [[110, 77, 110, 88, 88, 110, 110, 123, 123]] * 4
 
 
 def suspended(group: ProcessGroup, schedule: str) -> bool:

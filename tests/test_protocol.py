@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -26,12 +28,13 @@ from fusedtp.workspaces.workspace import Workspace
 from . import generated
 from .harness import spread
 from .protocol import cases
-from .protocol.events import Advance, Barrier, Event, Kernel, Raise
+from .protocol.events import Access, Advance, Barrier, Event, Kernel, Raise
 from .protocol.explore import explore
 from .protocol.live import live
 from .protocol.model import Calls, Model, build
 from .protocol.mutants import MUTANTS, Mutant, planted
 from .protocol.naive import explore_naively, random_calls
+from .protocol.record import Recorder
 
 LARGE = os.environ.get("FUSEDTP_PROTOCOL") == "large"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "protocol.md"
@@ -115,6 +118,32 @@ def test_sequences_are_what_a_run_of_them_records() -> None:
     for rank, ops in enumerate(put_together):
         for call, kernels in enumerate(ops):
             assert [cases.shifted(each, first - 1) for each in kernels] == run[rank][call], (rank, names[call])
+
+
+def fences_in_a_row(events: Sequence[Event]) -> int:
+    """Return the most fences of a program without data or a wait between: signals of one instruction share a fence."""
+    most = fences = 0
+    before: Event | None = None
+    for event in events:
+        if isinstance(event, Access) and all(cell < 0 for cell in event.cells):
+            continue  # a fingerprint, which is relaxed
+        if isinstance(event, Raise):
+            fences += not isinstance(before, Raise)
+        elif not isinstance(event, Barrier):
+            fences = 0
+        most, before = max(most, fences), event
+    return most
+
+
+@pytest.mark.parametrize("name", [*cases.FUSED, *cases.COPIED])
+def test_a_program_does_not_wait_for_one_fence_after_another(name: str) -> None:
+    """Each fence at system scope takes a round trip to the peers, however many signals follow it."""
+    with cases.virtual_ranks(8) as ranks, Recorder(ranks[3]) as recorder:
+        kernels = recorder.call(partial(cases.OPS[name], ranks[3], (1, 2, 0, 3, 1, 1, 1, 1)))
+    programs = [(kernel.name, events) for kernel in kernels if kernel.name != "host" for events in kernel.programs]
+    assert any(isinstance(event, Raise) for _, events in programs for event in events) or name in cases.COPIED
+    counted = [(kernel, fences_in_a_row(events)) for kernel, events in programs]
+    assert all(count <= 2 for _, count in counted), counted
 
 
 LEAD = signal.LEAD.value

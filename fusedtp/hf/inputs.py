@@ -45,7 +45,7 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str, advice:
     """
     if group.size() == 1 or groups.is_fake(group):
         return
-    store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of_first(group)
+    store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of(group)
     deadline = time.monotonic() + seconds
     # The store counts the calls, as it may outlive the group.
     call = store.add(f"fusedtp/{op}/calls/{rank}", 1)

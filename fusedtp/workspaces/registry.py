@@ -109,14 +109,12 @@ def reachable(group: dist.ProcessGroup, device: torch.device) -> tuple[bool, str
 def set_timeout(seconds: float, group: Group = None) -> None:
     """Set the timeout of waits for peers, in seconds, for `group`, or for every group of this process.
 
-    The default is 30 s. A wait that times out raises `PeerTimeout`. Without `group`, the timeout replaces those that
+    The default is the timeout of init_process_group or new_group, so that a rank may save, compile or evaluate for as
+    long between two ops. A wait that times out raises `PeerTimeout`. Without `group`, the timeout replaces those that
     were set for single groups.
 
-    - Waits in shared memory have this timeout.
-    - The first wait of a group's first op, and that of `parallelize`, have the timeout of init_process_group or
-      new_group until this is called.
-    - Ops of the backend always have the timeout of init_process_group or new_group: schedule `unfused`, and on a GPU
-      making and growing a workspace.
+    Ops of the backend always have the timeout of init_process_group or new_group: schedule `unfused`, and on a GPU
+    making and growing a workspace.
 
     Raises ValueError unless 0 < seconds <= 2,000,000 (the clock is an int32 of milliseconds), TypeError if seconds is
     no number. Errors for `group` are those of the functions.

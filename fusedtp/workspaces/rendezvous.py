@@ -73,9 +73,9 @@ def _lost_store(rank: int, making: str) -> Iterator[None]:
 class StoreExchange:
     """Exchange through the store of `group`, for the workspace of a lane.
 
-    Waits for rows have the timeout `timeouts.of_first`, because a rank's first op may come late. After an attempt that
-    did not finish they have `timeouts.of`. Waits for outcomes always have `timeouts.of`. A PeerTimeout names the
-    missing rank; a longer wait for a row names it on standard error before, once.
+    Waits for rows have the timeout `timeouts.of`, because a rank's first op may come late. After an attempt that did
+    not finish they have `timeouts.of_present`, as waits for outcomes always have. A PeerTimeout names the missing rank;
+    a longer wait for a row names it on standard error before, once.
     """
 
     def __init__(self, group: ProcessGroup, lane: int = lanes.ORDINARY) -> None:
@@ -106,7 +106,7 @@ class StoreExchange:
             self._store.set(self._key("outcome", self._rank, self._number), json.dumps([self._numbers, mine]))
             outcomes = []
             for peer in range(self._world_size):
-                outcome = self._waited("outcome", peer, timeouts.of(self._group))
+                outcome = self._waited("outcome", peer, timeouts.of_present(self._group))
                 if outcome is None:
                     return None
                 outcomes.append(outcome[1])
@@ -135,7 +135,7 @@ class StoreExchange:
                 return text
             waits = _waits()
             while not self._store.check([key]):
-                if (waited := next(waits)) > timeouts.of(self._group):
+                if (waited := next(waits)) > timeouts.of_present(self._group):
                     raise PeerTimeout(self._making, self._rank, 0, round(waited, 3), "its measurements have not come")
             received: bytes = self._store.get(key)
             return received.decode()
@@ -161,7 +161,7 @@ class StoreExchange:
 
     def _patience(self) -> float:
         # If this rank broke off last time, or a peer has started over, other ranks may have finished and not come.
-        return timeouts.of(self._group) if self._is_unfinished() else timeouts.of_first(self._group)
+        return timeouts.of_present(self._group) if self._is_unfinished() else timeouts.of(self._group)
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, ("fusedtp/arenas", *([f"lane {self._lane}"] if self._lane else []), *parts)))

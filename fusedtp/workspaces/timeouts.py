@@ -15,27 +15,31 @@ from ..shards import check_number
 from ..torch_private import store_of, timeout_seconds
 from .clock import Stopwatch
 
-_DEFAULT_SECONDS = 30.0
+# The timeout of ranks that are there: they have come to make their memory, or the store that they share answers.
+_PRESENT_SECONDS = 30.0
+_MOST_SECONDS = 2_000_000
 # Largest time that a working store takes to answer.
 _ANSWER_SECONDS = 1.0
-# The timeout of groups without one of their own, None for the default; then the timeouts set for single groups.
+# The timeout set for all groups, None if none was; then the timeouts set for single groups.
 _seconds: float | None = None
 _seconds_of: WeakKeyDictionary[ProcessGroup, float] = WeakKeyDictionary()
 
 
 def of(group: ProcessGroup | None) -> float:
-    """Return the timeout of `group`, in seconds; for None, that of groups without one of their own."""
-    seconds = _own_seconds(group)
-    return _DEFAULT_SECONDS if seconds is None else seconds
+    """Return the timeout of waits for peers, which may be loading, saving or compiling, in seconds.
 
-
-def of_first(group: ProcessGroup) -> float:
-    """Return the timeout of a first wait, for peers that may still be loading.
-
-    It is that of `set_timeout`, or if that was not called, the group's in torch.distributed.
+    It is that of `set_timeout`, or if that was not called, the group's in torch.distributed. None: of a group that is
+    gone.
     """
+    if group is None or _own_seconds(group) is not None:
+        return of_present(group)
+    return min(timeout_seconds(group), _MOST_SECONDS)
+
+
+def of_present(group: ProcessGroup | None) -> float:
+    """Return the timeout of waits for ranks that are there: that of `set_timeout`, or 30 s."""
     seconds = _own_seconds(group)
-    return timeout_seconds(group) if seconds is None else seconds
+    return _PRESENT_SECONDS if seconds is None else seconds
 
 
 def _own_seconds(group: ProcessGroup | None) -> float | None:
@@ -46,7 +50,7 @@ def set_for(group: ProcessGroup | None, seconds: float) -> None:
     """Set the timeout of `group`, or for None of every group. `registry.set_timeout` has the errors."""
     global _seconds
     check_number("seconds", seconds)
-    if not 0 < seconds <= 2_000_000:
+    if not 0 < seconds <= _MOST_SECONDS:
         raise ValueError(f"seconds must be above 0 and at most 2,000,000, got {seconds!r}")
     if group is not None:
         _seconds_of[group] = float(seconds)
@@ -62,7 +66,7 @@ class StoreSilent(RuntimeError):
 class GroupStore:
     """Store of a group with a timeout for each request. torch's own client waits without end.
 
-    A request raises StoreSilent after the smaller of `of` and `of_first`. `wait` does so a second after its own
+    A request raises StoreSilent after the smaller of `of_present` and `of`. `wait` does so a second after its own
     timeout.
     """
 
@@ -81,7 +85,7 @@ class GroupStore:
     def _answer(self, seconds: float | None, request: Callable[..., Any], *args: Any) -> Any:
         if seconds is None:
             group = self._group()
-            seconds = of(group) if group is None else min(of(group), of_first(group))
+            seconds = min(of_present(group), of(group))
         answers: list[tuple[Any, BaseException | None]] = []
 
         def ask() -> None:

@@ -77,7 +77,7 @@ class Workspace(Failing):
         # True if a matmul may read a peer's memory in place. On a GPU that would load the same data many times.
         self.reads_peers = self._on_host = device.type == "cpu"
         self.slots = self.half_bytes = 0
-        self.seconds = timeouts.of(None) if seconds is None else seconds
+        self.seconds = timeouts.of_present(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
         # On a CPU an op has ended when its call returns.
         self.meanings = Fingerprints()

@@ -119,10 +119,10 @@ def _variants() -> list[Variant]:
         scattered("scatter", scatter),
         scattered("scatter to all", {"TO_ALL": True}),
         reduced_in_one("all-reduce in one", in_one),
-        reduced_in_one("all-reduce in one, to all", in_one | {"TO_ALL": True}, waits=2, adds=True),
+        reduced_in_one("all-reduce in one, to all", in_one | {"TO_ALL": True}, waits=2, raises=2, adds=True),
         reduced_in_one("all-reduce in one, in parts", in_one | {"SPLITS": 2}),
         reduced_in_one(
-            "all-reduce in one, in parts to all", in_one | {"SPLITS": 2, "TO_ALL": True}, waits=2, adds=True
+            "all-reduce in one, in parts to all", in_one | {"SPLITS": 2, "TO_ALL": True}, waits=2, raises=2, adds=True
         ),
         multiplied("matmul, tree", leaves | {"PER_ROW": False}),
         gathered("gather rows, tree", gather | leaves),

@@ -170,7 +170,7 @@ MUTANTS = (
     # Loaded with one modifier, another and none: to be found whichever instruction the compiler makes of it.
     Mutant(
         "a clock that every thread loads", checks.decisions, _WAITS,
-        (("signal", "read(host + CLOCK_MS) - start", 'tl.load(host + CLOCK_MS, cache_modifier=".cv") - start'),),
+        (("signal", "now = read(host + CLOCK_MS)", 'now = tl.load(host + CLOCK_MS, cache_modifier=".cv")'),),
     ),
     Mutant(
         "a budget that every thread loads", checks.decisions, _WAITS,
@@ -182,8 +182,8 @@ MUTANTS = (
     ),
     Mutant(
         "an entry that every thread decides", checks.decisions, _ENTERS,
-        (("signal", "        if read(header(link.group, link.rank) + GIVEN_UP) == 0",
-            "        if tl.load(header(link.group, link.rank) + GIVEN_UP) == 0"),),
+        (("signal", "    if read(header(link.group, link.rank) + GIVEN_UP) == 0",
+            "    if tl.load(header(link.group, link.rank) + GIVEN_UP) == 0"),),
     ),
     Mutant(
         "the scales after the signal", checks.releases,

@@ -26,7 +26,7 @@ HOST = ((Workspace, "require", "require"), (Prepared, "go", "go"), (HostSteps, "
 # Modules of kernels loaded by now. A module imported later would keep the patched functions.
 KERNELS = [each for name, each in sys.modules.items() if name.startswith("fusedtp.kernels.")]
 assert sys.modules[fused.ring.__module__] in KERNELS
-DEVICE = ("enter", "raise_signal", "wait", "leave", "half")
+DEVICE = ("enter", "raise_signal", "raise_to_all", "wait", "leave", "half")
 # Before these steps no peer has seen anything of the op.
 NOTHING_SENT = ("require", "go", "begin")
 

@@ -104,6 +104,15 @@ class _Search:
             if commit.kind == "wait" and number not in self._lasting
         }
         self._eager = [self._is_eager(number, settling, unlasting) for number in range(len(self._need))]
+        # Of each signal that no wait can miss: the closers of every window that matters and that it closes.
+        self._closed_too: dict[int, list[int]] = {
+            number: [] for number, commit in enumerate(self._model.commits)
+            if commit.kind == "signal" and commit.word not in unlasting and commit.word not in self._contested
+        }  # fmt: skip
+        for first in {first for firsts in self._required.values() for first in firsts}:
+            for number in bits(self._closers[first]):
+                if number in self._closed_too:
+                    self._closed_too[number].append(self._closers[first])
 
     def _is_eager(self, number: int, settling: int, unlasting: set[tuple[int, int, int] | None]) -> bool:
         # A commit is eager if a delay reaches no new state: it closes no window that matters, and no wait can miss it.
@@ -115,6 +124,11 @@ class _Search:
             return False
         word_lasts = commit.word not in unlasting and commit.word not in self._contested
         return word_lasts and not settling >> number & 1
+
+    def _settles_nothing(self, number: int, mask: int) -> bool:
+        # A signal is eager once others have closed all that it would close, such as another lane of its instruction.
+        closers = self._closed_too.get(number)
+        return closers is not None and all(mask & each for each in closers)
 
     def _seen(self, word: tuple[int, int, int], state: _State) -> int:
         commits = self._model.commits
@@ -213,7 +227,7 @@ class _Search:
             usable = [number for number in choices if self._possible(number, state)]
             if not usable and state[0] != final:
                 return self._verdict(f"deadlock: {self._stuck(state)}", len(parents), parents, state)
-            for number in usable:
+            for number in [each for each in usable if self._settles_nothing(each, state[0])][:1] or usable:
                 after, taken = self._take(number, state)
                 if after in parents:
                     continue

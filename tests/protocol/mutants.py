@@ -58,7 +58,20 @@ MUTANTS = (
     ),
     Mutant(
         "signal for the own device only", "two_shot",
-        _edit(signal, "raise_signal", 'scope="sys"', 'scope="gpu"'), says="is read",
+        _edit(signal, "raise_lanes", 'scope="sys"', 'scope="gpu"'), says="is read",
+    ),
+    Mutant(
+        "no barrier before signals to all", "matmul one_shot",
+        _edit(signal, "raise_to_all", "tl.debug_barrier()", "pass"), says="is read",
+    ),
+    Mutant(
+        "relaxed signals to all", "matmul two_shot",
+        _edit(signal, "raise_lanes", 'sem="release"', 'sem="relaxed"'), says="is read",
+    ),
+    Mutant(
+        "no signal to the last rank of all", "two_shot",
+        _edit(signal, "raise_to_all", "slot, mask)", "slot, mask & (ranks < link.group.WORLD_SIZE - 1))"),
+        says="deadlock",
     ),
     Mutant(
         "relaxed poll", "all_gather", _edit(signal, "wait", 'sem="acquire"', 'sem="relaxed"'),
@@ -135,16 +148,14 @@ MUTANTS = (
         sizes=(3, 0),
     ),
     Mutant(
-        "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "pid == 0", "pid < 0"),
+        "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "+ GIVEN_UP) == 0", "+ GIVEN_UP) != 0"),
         says="that nobody stores to in this call",
     ),
     Mutant(
         "fingerprint behind the entry", "all_gather",
         _edit(
             signal, "enter",
-            "for dst in range(link.group.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
-            "raise_signal(link, (link.rank + 1) % link.group.WORLD_SIZE, ENTRY_SLOT)\n"
-            "            for dst in range(link.group.WORLD_SIZE):\n                _store_fingerprint(link, dst)\n",
+            "_store_fingerprints(link)\n", "raise_to_all(link, ENTRY_SLOT)\n        _store_fingerprints(link)\n",
         ),
         sizes=(3, 0), says="is read",
     ),

@@ -167,17 +167,20 @@ class Recorder:
         return None
 
     def touched(self, addresses: np.ndarray[Any, Any], write: bool, emit: Callable[[Event], None]) -> None:
-        """Record a load or store of the elements at `addresses`, which lie in one arena."""
-        place = self.locate(int(addresses[0])) if self._open and addresses.size else None
-        if place is None:
+        """Record a load or store of the elements at `addresses`, in one arena or several."""
+        if not self._open:
             return
-        owner, offset = place
-        if offset >= self.ws.data_offset:
-            first = self.ws.addresses[owner] + self.ws.data_offset
-            cells = (addresses.astype(np.int64) - first) // CELL_BYTES
-            emit(Access(write, owner, frozenset(cells.tolist())))
-        elif write:
-            self.header_stored(owner, offset // 4, emit)
+        length = self.ws.data_offset + 2 * self.ws.half_bytes
+        for owner, begin in enumerate(self.ws.addresses):
+            offsets = addresses.astype(np.int64) - begin
+            offsets = offsets[(offsets >= 0) & (offsets < length)]
+            if not offsets.size:
+                continue
+            if offsets[0] >= self.ws.data_offset:
+                cells = (offsets - self.ws.data_offset) // CELL_BYTES
+                emit(Access(write, owner, frozenset(cells.tolist())))
+            elif write:
+                self.header_stored(owner, int(offsets[0]) // 4, emit)
 
     def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
         """Record a store to a header word: a signal, or this rank's epoch."""
@@ -270,15 +273,16 @@ class Recorder:
             return result
 
         def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-            place = recorder.locate(int(ptr.data.flat[0])) if recorder._open else None
-            if place is None:
+            places = [recorder.locate(int(each)) for each in ptr.data[mask.data]] if recorder._open else []
+            if not places or places[0] is None:
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
-            owner, word = place[0], place[1] // 4
+            owner, word = places[0][0], places[0][1] // 4
             acquires = sem in (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             releases = sem in (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
             system = scope == ir.MEM_SYNC_SCOPE.SYSTEM
             if recorder.is_fingerprint(word) and op == ir.ATOMIC_OP.XCHG:
-                recorder.fingerprint_stored(owner, word, recorder.add)
+                for owner, offset in places:
+                    recorder.fingerprint_stored(owner, offset // 4, recorder.add)
                 return atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if recorder.is_fingerprint(word):
                 recorder.fingerprint_read(owner, word)
@@ -296,7 +300,9 @@ class Recorder:
             if word == signal.ARRIVED.value and owner == recorder.rank:
                 recorder.add(Arrive())
             elif op == ir.ATOMIC_OP.XCHG:
-                recorder.header_stored(owner, word, recorder.add, releases and system)
+                # One lane for each rank, or one for all.
+                for owner, offset in places:
+                    recorder.header_stored(owner, offset // 4, recorder.add, releases and system)
             return result
 
         def create_barrier(self: Any) -> None:

@@ -103,10 +103,10 @@ def _turned(match: re.Match[str]) -> str:
 _FRAMES = 4
 # Why a mutant may be equivalent: kinds, where, the reason.
 EQUIVALENT = (
-    (r"release", r"raise_signal < enter\b", "before an entry a fingerprint is stored, by strong stores, and those of "
+    (r"release", r"raise_to_all < enter\b", "before an entry a fingerprint is stored, by strong stores, and those of "
      "the machine are seen at once: it cannot show what this one is for; what kernels before it did is there for all "
      "when they have ended"),
-    (r"no barrier", r"raise_signal < enter\b", "before an entry a fingerprint is stored, by the same thread"),
+    (r"no barrier", r"raise_to_all < enter\b", "before an entry a fingerprint is stored, by the same thread"),
     (r"release", r"(_give_up|_report)\b", "nothing is stored before an entry that is taken back, and here the host "
      "reads a report when the kernel has ended"),
     (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
@@ -117,8 +117,8 @@ EQUIVALENT = (
     (r"wgmma waited", r"^matmul_tiles\b", "behind the loop over tiles none is under way: each tile's are waited for "
      "before it is rounded"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
-    (r"no barrier", r"^(?!raise_signal)", "between it and the barriers beside it no two warps touch the same shared "
-     "memory, and nothing is released: the checks see every access"),
+    (r"no barrier", r"^(?!raise_signal|raise_to_all|_signal_owners)", "between it and the barriers beside it no two "
+     "warps touch the same shared memory, and nothing is released: the checks see every access"),
 )  # fmt: skip
 
 # Descriptor constants of wgmma: a swizzle of 128 bytes, and the offset of the next 16 of k.
