@@ -85,10 +85,10 @@
 
 // All other operations.
 #define OTHER(X) \
-  X(unpack_32) X(unpack_64) X(bra) X(ret) X(bar_sync) X(ld_global) X(st_global) X(ld_shared) X(st_shared) X(ld_strong) \
+  X(unpack_32) X(unpack_64) X(bra) X(brx) X(ret) X(barrier) X(warp_sync) X(setmaxnreg) X(ld_global) X(st_global) X(ld_shared) X(st_shared) X(ld_strong) \
   X(atom_exch) X(atom_cas) X(atom_add) X(cp_async) X(cp_async_commit) X(cp_async_wait) X(ldmatrix) \
   X(stmatrix) X(mma) X(elect) X(shfl_idx) X(fence_proxy_global) X(fence_proxy_shared) X(mbarrier_init) \
-  X(mbarrier_expect) X(mbarrier_try_wait) X(mbarrier_inval) X(tma_load) X(wgmma) X(wgmma_fence) X(wgmma_commit) \
+  X(mbarrier_arrive) X(mbarrier_try_wait) X(mbarrier_inval) X(tma_load) X(tma_store) X(bulk_commit) X(bulk_wait) X(wgmma) X(wgmma_fence) X(wgmma_commit) \
   X(wgmma_wait) X(fence_proxy_alias) X(multimem_ld) X(multimem_st)
 
 enum {
