@@ -60,6 +60,9 @@
   X(ge_s64, P, D, D, N, (i64)x >= (i64)y) \
   X(lt_u64, P, D, D, N, x < y) X(le_u64, P, D, D, N, x <= y) X(gt_u64, P, D, D, N, x > y) \
   X(ge_u64, P, D, D, N, x >= y) \
+  X(lt_f32, P, W, W, N, flt(x) < flt(y)) X(le_f32, P, W, W, N, flt(x) <= flt(y)) \
+  X(gt_f32, P, W, W, N, flt(x) > flt(y)) X(ge_f32, P, W, W, N, flt(x) >= flt(y)) \
+  X(neg_f32, W, W, N, N, x ^ 0x80000000u) X(abs_f32, W, W, N, N, x & 0x7fffffff) \
   X(add_f32, W, W, W, N, bits(flt(x) + flt(y))) X(sub_f32, W, W, W, N, bits(flt(x) - flt(y))) \
   X(mul_f32, W, W, W, N, bits(flt(x) * flt(y))) X(fma_f32, W, W, W, W, bits(fmaf(flt(x), flt(y), flt(z)))) \
   X(div_f32, W, W, W, N, bits(flt(x) / flt(y))) X(ex2_f32, W, W, N, N, bits(exp2f(flt(x)))) \
