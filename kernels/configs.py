@@ -43,6 +43,7 @@ class Config:
     - `loose_block_k`: most of the contraction in a block if elements are read one by one, by eight warps or more.
     - `measured_pushers`: programs that push, if measured (`choices`); 0 leaves the number to the cost model.
     - `splits`: parts of the contraction of a matmul + all-reduce of few rows; 0 gives every multiprocessor a part.
+    - `core`: "loop", or "warp_specialised" for the core of that module, on sm_90, where it serves a launch (`cores`).
     - `registers`: most registers of a thread, in a kernel that multiplies; `moving_registers` in one that moves or adds
       tiles. 255 is all that there are; 0: the compiler decides.
     """
@@ -71,6 +72,7 @@ class Config:
     loose_copy_rows: int = 16
     registers: int = 255
     moving_registers: int = 255
+    core: str = "loop"
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Two of the three programs start late.

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from .blocks import MOST_UNROLLED, Blocks
 from .contraction import multiply, sum_as_tree
+from .cores import chosen
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Config, flattened, options
@@ -203,6 +204,10 @@ def matmul(
     lengths = [a.shape[1] for a in lefts]
     config = fitted_to(whole_leaves(config, lengths, leaves), lefts, rights, results=(c,))
     a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
+    core = chosen(config, lefts, a_by, b_by, leaves=leaves)
+    if core is not None:
+        started: Started | None = core.matmul(a, b, c, epilogue, a_by, b_by, config)
+        return started
     flatten = flattened(config, a_by, b_by) and not leaves
     blocks = Blocks(len(lefts), a.device) if len(lefts) > MOST_UNROLLED.value else None
     return launch(_matmul_kernel, (config.programs,), blocks)(

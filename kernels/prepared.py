@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.language import constexpr
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import INTERPRETED
 from .blocks import ZERO, Written, encoded, room
@@ -69,11 +68,12 @@ class PreparedLaunch:
             self._scratch = started.scratch.numel()
             operands = [*operands, started.scratch]
         self._params: list[Any] = [*started.params]
-        # Indices of a parameter and of its operand, and the other fields of a descriptor.
-        self._places: list[tuple[int, int, dict[str, Any] | None]] = []
+        # Indices of a parameter and of its operand, and a descriptor's class and other fields.
+        self._places: list[tuple[int, int, tuple[type, dict[str, Any]] | None]] = []
         for at, x in enumerate(started.params):
-            if isinstance(x, TensorDescriptor):
-                self._places.append((at, _index_of(x.base, operands), vars(x) | {"base": None}))
+            if hasattr(x, "block_shape"):
+                # A descriptor, of Triton or of Gluon.
+                self._places.append((at, _index_of(x.base, operands), (type(x), vars(x) | {"base": None})))
             elif isinstance(x, Tensor):
                 self._places.append((at, _index_of(x, operands), None))
             else:
@@ -92,8 +92,10 @@ class PreparedLaunch:
             params[at] = operands[i]
             if described is not None:
                 # Skip the constructor, as the key already implies its checks.
-                params[at] = made = object.__new__(TensorDescriptor)
-                made.__dict__.update(described, base=operands[i])
+                kind, fields = described
+                made: Any = object.__new__(kind)
+                params[at] = made
+                made.__dict__.update(fields, base=operands[i])
         if self._fingerprint is not None:
             params[self._fingerprint] = fingerprint
         return params

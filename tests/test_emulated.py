@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-FILES = ("test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py")
+FILES = ("test_emulated_cores.py", "test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py")
 
 
 def test_compiled_kernels_are_executed_right() -> None:

@@ -22,6 +22,7 @@ _BY_NAME = {
     "cvt.u32.u8": ("low8", "ww"), "cvta.to.global.u64": ("mov_64", "dd"),
     "fma.rn.f32": ("fma_f32", "wwww"), "fma.rn.bf16x2": ("fma_bf16x2", "wwww"), "fma.rn.bf16": ("fma_bf16", "wwww"),
     "neg.s32": ("neg_32", "ww"), "neg.s64": ("neg_64", "dd"), "abs.s32": ("abs_32", "ww"),
+    "neg.f32": ("neg_f32", "ww"), "abs.f32": ("abs_f32", "ww"),
     "mul.hi.u32": ("mulhi_u32", "www"), "mul.hi.s32": ("mulhi_s32", "www"),
     "prmt.b32": ("prmt", "wwww"),
     "bfe.u32": ("bfe_u32", "wwww"), "bfe.s32": ("bfe_s32", "wwww"),
@@ -75,6 +76,6 @@ def arithmetic(s: Statement) -> tuple[str, str, list[str], int]:
     elif name == "setp" and len(mods) == 2 and len(operands) == 3:
         if mods[0] in ("eq", "ne") and last not in _FLOATS:
             return f"{mods[0]}_{wide}", "p" + 2 * kind, operands, bits
-        if mods[0] in ("lt", "le", "gt", "ge") and bits > 16 and last[0] in "su":
+        if mods[0] in ("lt", "le", "gt", "ge") and bits > 16 and (last[0] in "su" or last == "f32"):
             return f"{mods[0]}_{last}", "p" + 2 * kind, operands, bits
     raise CannotExecute("arithmetic")

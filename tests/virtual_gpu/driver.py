@@ -30,7 +30,7 @@ from .machine import Machine, Memory, Ran, Schedule, Waiting, op_of
 from .stub import MAP, Launch, Stub, cuda_driver, ptx_is_the_image, tensor_map
 
 # Rule 7 of the kernels: they store only to arenas and to operands of these names. z is an epilogue's kept product.
-_STORED = ("c", "out", "more", "z", "sums", "arrivals")
+_STORED = ("c", "out", "outs", "more", "z", "sums", "arrivals")
 # The multicast address of all arenas.
 WINDOW = 1 << 56
 
@@ -108,7 +108,7 @@ class EmulatedDriver:
                     same(f"a length of {name}", number(), length, 32)
                 for stride in value.strides:
                     same(f"a stride of {name}", number(), stride)
-                touch(value.base, _described(made), False)
+                touch(value.base, _described(made), name in _STORED)
             elif kind.startswith("*"):
                 same(name, number(), value.data_ptr())
                 tensors.append(value.numel())

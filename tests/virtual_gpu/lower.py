@@ -170,20 +170,28 @@ def _atom(low: Lowered, s: Statement) -> dict[str, Any]:
 def _cp(low: Lowered, s: Statement) -> dict[str, Any]:
     if s.opcode == "cp.async.commit_group":
         return low.make("cp_async_commit", [])
+    if s.opcode == "cp.async.bulk.commit_group":
+        return low.make("bulk_commit", [])
+    if s.opcode in ("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"):
+        return low.make("bulk_wait", [], imm=int(s.operands[0], 0), width=s.opcode.endswith(".read"))
     if s.opcode in ("cp.async.wait_group", "cp.async.wait_all"):
         return low.make("cp_async_wait", [], imm=int(s.operands[0], 0) if s.operands else 0)
     if s.opcode.startswith("cp.async.bulk.tensor"):
-        if not re.fullmatch(
-            r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes", s.opcode
-        ):
+        known = re.fullmatch(
+            r"cp\.async\.bulk\.tensor\.[1-5]d\.(?:(shared::(?:cta|cluster)\.global\.mbarrier::complete_tx::bytes)"
+            r"|global\.shared::cta(?:\.tile)?\.bulk_group)",
+            s.opcode,
+        )
+        if not known:
             raise CannotExecute("bulk copy")
-        dst, source, bar = s.operands
-        found = re.fullmatch(r"\[\s*(%\w+)\s*,\s*\{([^}]*)\}\s*\]", source)
-        if not found:
+        tile, tensor, *bars = s.operands if known[1] else s.operands[::-1]
+        found = re.fullmatch(r"\[\s*(%\w+)\s*,\s*\{([^}]*)\}\s*\]", tensor)
+        if not found or any(address(each)[1] for each in (tile, *bars)):
             raise CannotExecute("tensor coordinates")
         at = vector(found[2])
-        operands = [(address(dst)[0], "w"), (found[1], "d"), (address(bar)[0], "w"), *((each, "w") for each in at)]
-        return low.make("tma_load", operands, vec=len(at))
+        words = [(each, "w") for each in (*(address(bar)[0] for bar in bars), *at)]
+        op = "tma_load" if known[1] else "tma_store"
+        return low.make(op, [(address(tile)[0], "w"), (found[1], "d"), *words], vec=len(at))
     if not re.fullmatch(r"cp\.async\.c[ag]\.shared(::cta)?\.global", s.opcode):
         raise CannotExecute("copy")
     (dst, offset), (src, also) = address(s.operands[0]), address(s.operands[1])
@@ -198,14 +206,16 @@ def _mbarrier(low: Lowered, s: Statement) -> dict[str, Any]:
     if what == "try_wait" and s.modifiers[1] == "parity":
         base, offset = address(s.operands[1])
         return low.make("mbarrier_try_wait", [(s.operands[0], "p"), (base, "w"), (s.operands[2], "w")], imm=offset)
-    place, value = (s.operands[-2], int(s.operands[-1], 0)) if what != "inval" else (s.operands[-1], 0)
-    ops = {"init": "mbarrier_init", "inval": "mbarrier_inval"}
-    if what == "arrive" and s.modifiers[1] == "expect_tx" and s.operands[0] == "_":
-        ops["arrive"] = "mbarrier_expect"
-    if what not in ops:
+    at = 1 if what == "arrive" else 0
+    base, offset = address(s.operands[at])
+    value = int(s.operands[at + 1], 0) if len(s.operands) > at + 1 else 0
+    if what == "arrive" and s.operands[0] == "_" and not {"release", "relaxed", "cluster"} & set(s.modifiers):
+        if s.modifiers[1] == "expect_tx":
+            return low.make("mbarrier_arrive", [(base, "w")], imm=offset, vec=1, width=value)
+        return low.make("mbarrier_arrive", [(base, "w")], imm=offset, vec=value or 1)
+    if what not in ("init", "inval"):
         raise CannotExecute("mbarrier")
-    base, offset = address(place)
-    return low.make(ops[what], [(base, "w")], imm=offset, width=value)
+    return low.make(f"mbarrier_{what}", [(base, "w")], imm=offset, width=value)
 
 
 def _multimem(low: Lowered, s: Statement) -> dict[str, Any]:
@@ -283,10 +293,22 @@ def _lower(low: Lowered, s: Statement) -> dict[str, Any]:
         return row
     if s.opcode in ("bra", "bra.uni"):
         return low.make("bra", [])
+    if s.opcode == "brx.idx":
+        assert s.label is not None
+        targets = [low.source.labels[each] for each in low.source.tables[s.label]]
+        row = low.make("brx", [(s.operands[0], "w")], vec=len(targets))
+        low.pool[row["ops"] + 1 :] = [*targets, 0, 0, 0]
+        return row
     if s.opcode == "ret":
         return low.make("ret", [])
-    if (s.opcode, s.operands) in (("bar.sync", ("0",)), ("barrier.sync", ("0",))):
-        return low.make("bar_sync", [])
+    found = re.fullmatch(r"(?:bar|barrier)\.(?:cta\.)?(sync|arrive)(?:\.aligned)?", s.opcode)
+    if found and all(each.isdigit() for each in s.operands):
+        number, threads = (*map(int, s.operands), 0)[:2]
+        return low.make("barrier", [], imm=number, vec=threads, width=found[1] == "sync")
+    if s.opcode == "bar.warp.sync":
+        return low.make("warp_sync", [(s.operands[0], "w")])
+    if found := re.fullmatch(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32", s.opcode):
+        return low.make("setmaxnreg", [], imm=int(s.operands[0]), width=found[1] == "inc")
     if s.opcode == "fence.proxy.async.global":
         return low.make("fence_proxy_global", [])
     if re.fullmatch(r"fence\.proxy\.async\.shared(::cta)?", s.opcode):
@@ -320,7 +342,7 @@ class Program:
             try:
                 row = _lower(low, s)
                 row["pred"] = low.operand(s.guard, "p", 1) if s.guard else -1
-                if s.label:
+                if s.label and s.name == "bra":
                     row["imm"] = self.source.labels[s.label]
             except CannotExecute as error:
                 raise CannotExecute(f"{s.text} ({error}), {s.where}") from None

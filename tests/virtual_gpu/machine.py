@@ -25,7 +25,8 @@ class Failed(RuntimeError):
 
 class _Kernel(ctypes.Structure):
     _fields_ = [("ins", ctypes.c_void_p), ("pool", ctypes.c_void_p), ("n", ctypes.c_int), ("words", ctypes.c_int),
-                ("doubles", ctypes.c_int), ("preds", ctypes.c_int), ("count", ctypes.c_void_p)]  # fmt: skip
+                ("doubles", ctypes.c_int), ("preds", ctypes.c_int), ("count", ctypes.c_void_p),
+                ("registers", ctypes.c_int)]  # fmt: skip
 
 
 class _Plan(ctypes.Structure):
@@ -175,7 +176,7 @@ class Machine:
             constants = program.constants(each.values | {PARAMETERS: maps})
             kernel = _Kernel(
                 program.instructions.ctypes.data, program.pool.ctypes.data, len(program.instructions), *program.sizes,
-                program.count.ctypes.data,
+                program.count.ctypes.data, program.source.registers,
             )  # fmt: skip
             keep += [may, constants, kernel]
             lib.launch(

@@ -26,7 +26,7 @@ class Statement:
     guard: str | None
     negated: bool
     where: str
-    # For a branch: the label, with its scope.
+    # For a branch: the label, or that of a list of labels, with its scope.
     label: tuple[int, str] | None = None
     line: int = 0
 
@@ -41,12 +41,17 @@ class Statement:
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel: statements, places of labels, parameters as (name, bytes), and the kind of each register."""
+    """A kernel: statements, places of labels, parameters as (name, bytes), and the kind of each register.
+
+    tables: the labels of each list of branch targets. registers: of a thread at its start, if declared, or 0.
+    """
 
     statements: list[Statement]
     labels: dict[tuple[int, str], int]
     params: list[tuple[str, int]]
     kinds: dict[str, str]
+    tables: dict[tuple[int, str], list[tuple[int, str]]]
+    registers: int
 
     def declared(self, text: str) -> bool:
         """Return whether a name is declared as a register, alone or in a range; inline assembly has names without %."""
@@ -91,13 +96,24 @@ def parse(text: str) -> Source:
     statements: list[Statement] = []
     labels: dict[tuple[int, str], int] = {}
     kinds: dict[str, str] = {}
+    tables: dict[tuple[int, str], list[tuple[int, str]]] = {}
     # Labels of inline assembly are local to its braces.
     scopes, last, where = [0], 0, ""
     begin = text.index("\n{")
+    cap = re.search(r"\.maxnreg (\d+)", text[:begin])
+    # The lines so far of a statement of several lines.
+    table = ""
     for number, line in enumerate(text[begin + 2 :].split("\n"), text[: begin + 2].count("\n")):
         line = line.split("//")[0].strip()
         if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
             where = f"{files.get(found[1], found[1])}:{found[2]}"
+            continue
+        if table or ".branchtargets" in line:
+            table += line
+            if line.endswith(";"):
+                name, targets = table[:-1].split(": .branchtargets")
+                tables[_scoped(name, scopes[-1])] = [_scoped(each.strip(), scopes[-1]) for each in targets.split(",")]
+                table = ""
             continue
         if line.startswith("{") and (rest := line[1:].strip()) is not None and not line.endswith("},"):
             last += 1
@@ -123,14 +139,18 @@ def parse(text: str) -> Source:
             if part.startswith("."):
                 continue
             if found := re.match(r"(\$?\w+):(?!:)\s*(.*)", part):
-                labels[0 if found[1][0] == "$" else scopes[-1], found[1]] = len(statements)
+                labels[_scoped(found[1], scopes[-1])] = len(statements)
                 part = found[2]
             if part:
                 statements.append(_statement(part, where, scopes[-1], number))
     last_one = statements[-1]
     assert last_one.name in ("ret", "bra"), last_one.text
     assert last_one.guard is None, last_one.text
-    return Source(statements, labels, _params(text), kinds)
+    return Source(statements, labels, _params(text), kinds, tables, int(cap[1]) if cap else 0)
+
+
+def _scoped(label: str, scope: int) -> tuple[int, str]:
+    return 0 if label[0] == "$" else scope, label
 
 
 def without_contraction(source: Source) -> set[int]:
@@ -160,6 +180,6 @@ def _statement(part: str, where: str, scope: int, line: int) -> Statement:
         raise CannotExecute(part)
     operands = tuple(_OPERAND.findall(found[4]))
     label = None
-    if found[3].split(".")[0] == "bra":
-        label = (0 if operands[0][0] == "$" else scope, operands[0])
+    if found[3].split(".")[0] in ("bra", "brx"):
+        label = _scoped(operands[-1], scope)
     return Statement(" ".join(part.split()), found[3], operands, found[2], found[1] == "!", where, label, line)

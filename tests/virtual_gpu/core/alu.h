@@ -60,6 +60,9 @@
   X(ge_s64, P, D, D, N, (i64)x >= (i64)y) \
   X(lt_u64, P, D, D, N, x < y) X(le_u64, P, D, D, N, x <= y) X(gt_u64, P, D, D, N, x > y) \
   X(ge_u64, P, D, D, N, x >= y) \
+  X(lt_f32, P, W, W, N, flt(x) < flt(y)) X(le_f32, P, W, W, N, flt(x) <= flt(y)) \
+  X(gt_f32, P, W, W, N, flt(x) > flt(y)) X(ge_f32, P, W, W, N, flt(x) >= flt(y)) \
+  X(neg_f32, W, W, N, N, x ^ 0x80000000u) X(abs_f32, W, W, N, N, x & 0x7fffffff) \
   X(add_f32, W, W, W, N, bits(flt(x) + flt(y))) X(sub_f32, W, W, W, N, bits(flt(x) - flt(y))) \
   X(mul_f32, W, W, W, N, bits(flt(x) * flt(y))) X(fma_f32, W, W, W, W, bits(fmaf(flt(x), flt(y), flt(z)))) \
   X(div_f32, W, W, W, N, bits(flt(x) / flt(y))) X(ex2_f32, W, W, N, N, bits(exp2f(flt(x)))) \
@@ -85,10 +88,10 @@
 
 // All other operations.
 #define OTHER(X) \
-  X(unpack_32) X(unpack_64) X(bra) X(ret) X(bar_sync) X(ld_global) X(st_global) X(ld_shared) X(st_shared) X(ld_strong) \
+  X(unpack_32) X(unpack_64) X(bra) X(brx) X(ret) X(barrier) X(warp_sync) X(setmaxnreg) X(ld_global) X(st_global) X(ld_shared) X(st_shared) X(ld_strong) \
   X(atom_exch) X(atom_cas) X(atom_add) X(cp_async) X(cp_async_commit) X(cp_async_wait) X(ldmatrix) \
   X(stmatrix) X(mma) X(elect) X(shfl_idx) X(fence_proxy_global) X(fence_proxy_shared) X(mbarrier_init) \
-  X(mbarrier_expect) X(mbarrier_try_wait) X(mbarrier_inval) X(tma_load) X(wgmma) X(wgmma_fence) X(wgmma_commit) \
+  X(mbarrier_arrive) X(mbarrier_try_wait) X(mbarrier_inval) X(tma_load) X(tma_store) X(bulk_commit) X(bulk_wait) X(wgmma) X(wgmma_fence) X(wgmma_commit) \
   X(wgmma_wait) X(fence_proxy_alias) X(multimem_ld) X(multimem_st)
 
 enum {

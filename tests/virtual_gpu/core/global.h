@@ -41,14 +41,14 @@ static Region *checked(u64 a, int len, int writes, const char *what, int lane) {
   return NULL;
 }
 
-static void commit(Region *r, u64 a, const void *data, int len, u32 who, u32 phase) {
+static void commit(Region *r, u64 a, const void *data, int len, u32 who, u32 stored) {
   u64 g = granule(r, a), begin = a & ~15ull;
   if (memcmp((void *)a, data, len)) progress_at = executed;
   memcpy(r->old + 16 * g, (void *)begin, 16);
   memcpy((void *)a, data, len);
   r->when[g] = ++now;
   r->who[g] = who;
-  r->phase[g] = phase;
+  r->stored[g] = stored;
 }
 
 static void drain_lane(Cta *c, Entry *e, int l);
@@ -64,7 +64,7 @@ static void drain_lane(Cta *c, Entry *e, int l) {
   e->mask &= ~(1u << l);
   e->marked &= ~(1u << l);
   if (--r->pending[granule(r, a)]) drain_older(c, e, a >> 4);
-  commit(r, a, e->data[l], e->len, (u32)c->index << 10 | (u32)e->warp << 5 | (u32)l, e->phase);
+  commit(r, a, e->data[l], e->len, (u32)c->index << 10 | (u32)e->warp << 5 | (u32)l, e->stored);
 }
 static void drain(Cta *c, Entry *e, u32 mask) { EACH(l, e->mask & mask) drain_lane(c, e, l); }
 static void sweep(Cta *c) {
@@ -80,7 +80,7 @@ static void drain_all(Cta *c) {
 }
 // The lanes of an entry that are ordered before `lane` of the running warp: its own, or before a barrier.
 static u32 ordered(const Entry *e, int lane) {
-  return e->phase < W->phase ? ALL : e->warp == W->id ? 1u << lane : 0;
+  return e->stored <= W->order.warps[e->warp] ? ALL : e->warp == W->id ? 1u << lane : 0;
 }
 static void drain_own(u64 a, int len, int lane) {
   int drained = 0;
@@ -141,7 +141,8 @@ static void load(u64 a, int len, i64 view, void *out, int lane, int proxy) {
   if (r->pending[g]) drain_own(a, len, lane);
   int sure = r->when[g] <= view;
   if (!sure && (int)(r->who[g] >> 10) == C->index)
-    sure = proxy ? r->when[g] <= own_fenced : r->phase[g] < (u32)W->phase || r->who[g] == thread_of(lane);
+    sure = proxy ? r->when[g] <= own_fenced
+                 : r->stored[g] <= W->order.warps[r->who[g] >> 5 & 31] || r->who[g] == thread_of(lane);
   if (!sure && !shared_with_others && chance(p_stale)) {
     memcpy(out, r->old + 16 * g + (a & 15), len);
     stale_reads++;
@@ -154,7 +155,7 @@ static void store(const u64 *base, u32 m, int len, u8 (*data)[16], int alias) {
   C->polls = 0;
   Entry *e = malloc(sizeof *e);
   C->entries[C->num_entries++] = e;
-  e->warp = W->id; e->phase = W->phase; e->len = len; e->alias = alias;
+  e->warp = W->id; e->stored = C->clock; e->len = len; e->alias = alias;
   e->mask = e->marked = e->fenced = 0; e->when = 0;
   e->lowest = ~0ull; e->highest = 0;
   EACH(l, m) {
@@ -197,7 +198,7 @@ static u64 strong(int lane, u64 a, int len, int flags, u64 x, u64 y) {
     if (!reads) progress_at = executed;
   } else if (!reads) {
     to = I->op == OP_atom_exch ? x : I->op == OP_atom_cas ? (was == x ? y : was) : was + x;
-    commit(r, a, &to, len, thread_of(lane), W->phase);
+    commit(r, a, &to, len, thread_of(lane), C->clock);
   }
   if (flags & ACQUIRE) acquire(lane, flags, place);
   return was;

@@ -57,47 +57,62 @@ static void strong_all(const int *o, u32 m) {
   else { u32 t[LANES] = {0}; EACH(l, m) t[l] = (u32)was[l]; set_word(o[0], m, t); }
 }
 
-// bar.sync 0 (PTX, Parallel Synchronization: bar; "aligned": all threads of a warp execute the same one).
-static void bar_sync(u32 m) {
+// bar.sync, barrier.sync and .arrive (PTX, Parallel Synchronization: bar, barrier; "aligned": all threads of a warp
+// execute the same one). Who arrives goes on, and has told the others what is ordered before it.
+static void barrier(u32 m, int number, int threads, int waits) {
+  const int all = C->num_warps * LANES;
   if (m != W->live || W->live != ALL) fail("barrier reached by lanes %#x of %#x", m, W->live);
-  W->waiting = 1;
-  if (++C->arrived < C->num_warps) return;
-  i64 view = 0, async = 0, own = 0, alias = 0, alias_own = 0;
-  u32 seen = 0, fenced[MOST_WARPS] = {0};
-  for (int i = 0; i < C->num_warps; i++) {
-    const Warp *w = C->warps + i;
-    for (int l = 0; l < LANES; l++) {
-      if (w->view[l] > view) view = w->view[l];
-      if (w->async_view[l] > async) async = w->async_view[l];
-      if (w->own_fenced_at[l] > own) own = w->own_fenced_at[l];
-      if (w->alias_view[l] > alias) alias = w->alias_view[l];
-      if (w->alias_fenced_at[l] > alias_own) alias_own = w->alias_fenced_at[l];
-    }
-    if (w->tma_seen > seen) seen = w->tma_seen;
-    for (int j = 0; j < C->num_warps; j++) if (w->fenced[j] > fenced[j]) fenced[j] = w->fenced[j];
+  if (number < 0 || number >= MOST_BARRIERS) fail("barrier %d of %d", number, MOST_BARRIERS);
+  if (!threads) threads = all;
+  if (threads % LANES || threads > all) fail("barrier %d for %d threads of %d", number, threads, all);
+  Barrier *b = C->barriers + number;
+  if (b->arrived && b->expected != threads)
+    fail("barrier %d is for %d threads here and for %d elsewhere", number, threads, b->expected);
+  b->expected = threads;
+  tell(&b->known, W, ALL, C->clock++);
+  b->came |= 1u << W->id;
+  if (waits) b->waiting |= 1u << W->id, W->waiting = 1;
+  if ((b->arrived += LANES) < threads) return;
+  EACH(i, b->waiting) {
+    learn(C->warps + i, ALL, &b->known);
+    C->warps[i].waiting = 0;
   }
-  for (int i = 0; i < C->num_warps; i++) {
-    Warp *w = C->warps + i;
-    for (int l = 0; l < LANES; l++) {
-      w->view[l] = view; w->async_view[l] = async; w->own_fenced_at[l] = own;
-      w->alias_view[l] = alias; w->alias_fenced_at[l] = alias_own;
-    }
-    w->waiting = 0; w->phase++; w->tma_seen = seen;
-    memcpy(w->fenced, fenced, sizeof fenced);
-  }
-  C->arrived = 0;
-  C->num_ranges = 0;
-  C->barrier_at = C->clock++;
+  // All of the CTA's reads are ordered before what comes.
+  if (__builtin_popcount(b->waiting) == C->num_warps) C->num_ranges = 0;
+  memset(b, 0, sizeof *b);
+}
+// bar.warp.sync: the lanes of one warp, which come together.
+static void warp_sync(u32 m, u32 lanes) {
+  if (m != ALL || lanes != ALL) fail("bar.warp.sync of lanes %#x reached by lanes %#x", lanes, m);
+  Known k = {0};
+  tell(&k, W, ALL, C->clock++);
+  learn(W, ALL, &k);
+}
+// setmaxnreg (PTX): registers given back to the CTA's pool, or taken from it when there are enough. 1 if it is done.
+static int setmaxnreg(u32 m, int count, int takes) {
+  if (m != ALL) fail("setmaxnreg with lanes %#x only", m);
+  if (!C->kernel->registers) fail("setmaxnreg in a kernel that begins with any number of registers");
+  if (count < 24 || count > 256 || count % 8) fail("setmaxnreg to %d registers", count);
+  int more = count - W->registers;
+  if (takes ? more < 0 : more > 0) fail("setmaxnreg.%s from %d to %d", takes ? "inc" : "dec", W->registers, count);
+  if (more > C->registers_left) return 0;
+  C->registers_left -= more;
+  W->registers = count;
+  return 1;
 }
 static void leave(u32 m) {
   W->live &= ~m;
   if (W->live) return;
   if (W->num_copies || W->num_wgmmas) fail("a warp ends while its copies or wgmmas are under way");
   if (++C->done < C->num_warps) {
-    if (C->arrived) fail("a warp ends while others wait at a barrier");
+    for (int i = 0; i < MOST_BARRIERS; i++)
+      if (C->barriers[i].waiting && C->barriers[i].expected == C->num_warps * LANES &&
+          !(C->barriers[i].came >> W->id & 1))
+        fail("a warp ends while others wait at a barrier");
     return;
   }
   if (C->num_tmas) fail("a CTA ends while its TMA copies are under way");
+  bulk_end();
   for (int i = 0; i < C->num_bars; i++)
     if (C->bars[i].valid) fail("an mbarrier at %#x is never invalidated", C->bars[i].address);
 }
@@ -119,7 +134,9 @@ static void step(void) {
   executed++; W->steps++;
   if (m) C->kernel->count[at]++;
   u32 jump = 0;
-  if (m || I->op == OP_bar_sync) switch (I->op) {
+  // Where the lanes that jump go to: one place, or for each lane its own.
+  int target = (int)I->imm, targets[LANES], apart = 0;
+  if (m || I->op == OP_barrier) switch (I->op) {
     ALU(ALU_CASE)
   case OP_unpack_32: {
     const u32 *x = word(o[2], m); u32 lo[LANES], hi[LANES];
@@ -130,8 +147,24 @@ static void step(void) {
     for (int l = 0; l < LANES; l++) lo[l] = (u32)x[l], hi[l] = (u32)(x[l] >> 32);
     set_word(o[0], m, lo); set_word(o[1], m, hi); break; }
   case OP_bra: jump = m; break;
+  case OP_brx: {
+    // PTX, brx.idx: an index that is not in the list is undefined.
+    const u32 *x = word(o[0], m);
+    jump = m;
+    target = -1;
+    EACH(l, m) {
+      if (x[l] >= (u32)I->vec) fail("brx.idx by %u in a list of %d", x[l], I->vec);
+      targets[l] = o[1 + x[l]];
+      if (target >= 0 && targets[l] != target) apart = 1;
+      target = targets[l];
+    }
+    break; }
   case OP_ret: leave(m); break;
-  case OP_bar_sync: bar_sync(m); break;
+  case OP_barrier: barrier(m, (int)I->imm, I->vec, I->width); break;
+  case OP_warp_sync: warp_sync(m, word(o[0], m)[__builtin_ctz(m)]); break;
+  case OP_setmaxnreg:
+    if (!setmaxnreg(m, (int)I->imm, I->width)) { yields = 1; return; }
+    break;
   case OP_ld_global: case OP_st_global: ld_st_global(o, m); break;
   case OP_ld_shared: case OP_st_shared: ld_st_shared(o, m); break;
   case OP_ld_strong: case OP_atom_exch: case OP_atom_cas: case OP_atom_add:
@@ -163,29 +196,35 @@ static void step(void) {
   case OP_mbarrier_init: {
     const u32 *a = word(o[0], m); EACH(l, m) mbarrier_init(a[l] + (u32)I->imm, I->width, l); break; }
   case OP_mbarrier_inval: { const u32 *a = word(o[0], m); EACH(l, m) mbarrier_inval(a[l] + (u32)I->imm, l); break; }
-  case OP_mbarrier_expect: {
-    const u32 *a = word(o[0], m); EACH(l, m) mbarrier_expect(a[l] + (u32)I->imm, I->width, l); break; }
+  case OP_mbarrier_arrive: {
+    const u32 *a = word(o[0], m); EACH(l, m) mbarrier_arrive(a[l] + (u32)I->imm, I->vec, I->width, l); break; }
   case OP_mbarrier_try_wait: {
     const u32 *a = word(o[1], m), *parity = word(o[2], m); u32 t = 0;
     EACH(l, m) t |= (u32)mbarrier_try_wait(a[l] + (u32)I->imm, parity[l] & 1, l) << l;
-    set_pred(o[0], m, t); break; }
-  case OP_tma_load: {
-    const u32 *dst = word(o[0], m), *bar = word(o[2], m); const u64 *map = dbl(o[1], m);
+    set_pred(o[0], m, t);
+    yields = !t;
+    break; }
+  case OP_tma_load: case OP_tma_store: {
+    const int loads = I->op == OP_tma_load;
+    const u32 *of_tile = word(o[0], m), *bar = loads ? word(o[2], m) : NULL; const u64 *map = dbl(o[1], m);
     EACH(l, m) {
       int coordinates[5];
-      for (int i = 0; i < I->vec; i++) coordinates[i] = (int)word(o[3 + i], m)[l];
-      tma_load((const TensorMap *)map[l], dst[l], bar[l], coordinates, I->vec, l);
+      for (int i = 0; i < I->vec; i++) coordinates[i] = (int)word(o[2 + loads + i], m)[l];
+      if (loads) tma_load(map[l], of_tile[l], bar[l], coordinates, I->vec, l);
+      else tma_store(map[l], of_tile[l], coordinates, I->vec, l);
     }
     break; }
+  case OP_bulk_commit: bulk_commit(m); break;
+  case OP_bulk_wait: bulk_wait(m, (int)I->imm, I->width); break;
   case OP_wgmma: wgmma_issue(o, m); break;
   case OP_wgmma_fence: W->fenced_at = W->steps; break;
   case OP_wgmma_commit: wgmma_commit(); break;
   case OP_wgmma_wait: wgmma_wait((int)I->imm); break;
   default: fail("no such operation, %d", I->op);
   }
-  if (!W->diverged && (jump == 0 || jump == here)) { W->at = jump ? (int)I->imm : at + 1; return; }
+  if (!W->diverged && !apart && (jump == 0 || jump == here)) { W->at = jump ? target : at + 1; return; }
   if (!W->diverged) for (int l = 0; l < LANES; l++) W->pc[l] = at;
-  EACH(l, here) W->pc[l] = jump >> l & 1 ? (int)I->imm : at + 1;
+  EACH(l, here) W->pc[l] = jump >> l & 1 ? (apart ? targets[l] : target) : at + 1;
   W->diverged = 0;
   if (!W->live) return;
   W->at = W->pc[__builtin_ctz(W->live)];

@@ -61,10 +61,11 @@ static Cta *start(Launch *launch) {
     if ((k->ins[i - 1].op == OP_st_shared || k->ins[i - 1].op == OP_ld_shared) && k->ins[i - 1].width == 1) c->cell = 0;
   size_t cells = (c->shared_bytes >> c->cell) + 16;
   c->cells = calloc(cells, sizeof(Cell));
+  c->read_at = calloc(cells * c->num_warps, 4);
   for (size_t i = 0; i < cells; i++) c->cells[i].writer = NOBODY;
   for (int i = 0; i < c->num_warps; i++) {
     Warp *w = c->warps + i;
-    w->id = i; w->live = ALL; w->phase = 1;
+    w->id = i; w->live = ALL; w->registers = k->registers;
     w->w = calloc(k->words, sizeof *w->w); w->d = calloc(k->doubles + 1, sizeof *w->d); w->p = calloc(k->preds + 1, 4);
     w->has_w = calloc(k->words, 4); w->has_d = calloc(k->doubles + 1, 4); w->has_p = calloc(k->preds + 1, 4);
     w->set_w = calloc(k->words, 4);
@@ -84,13 +85,14 @@ static void finish(Cta *c) {
     free(w->w); free(w->d); free(w->p); free(w->has_w); free(w->has_d); free(w->has_p); free(w->set_w); free(w->copies);
   }
   for (int i = 0; i < c->num_entries; i++) free(c->entries[i]);
-  free(c->warps); free(c->shared); free(c->cells); free(c);
+  for (int i = 0; i < c->num_stores; i++) free(c->stores[i].data);
+  free(c->warps); free(c->shared); free(c->cells); free(c->read_at); free(c);
 }
 static void clear(void) {
   for (int i = 0; i < num_resident; i++) finish(resident[i]);
   for (int i = 0; i < num_regions; i++) {
     Region *r = regions + i;
-    free(r->old); free(r->when); free(r->who); free(r->phase); free(r->pending);
+    free(r->old); free(r->when); free(r->who); free(r->stored); free(r->pending);
   }
   free(regions);
   regions = NULL;
@@ -149,6 +151,7 @@ static void happen(void) {
     C->tmas[i] = C->tmas[--C->num_tmas];
     tma_data(&t);
   }
+  if (C->num_stores && chance(p_async)) tma_store_goes_on(C->stores + rnd() % C->num_stores);
   if (W->num_copies && chance(p_async)) {
     Copy *c = W->copies + rnd() % W->num_copies;
     if (!c->done) copy_data(c);
@@ -174,7 +177,8 @@ static void schedule(const Plan *plan) {
       int kind = rnd() % 5;
       slow_rank = kind == 1 ? resident[rnd() % num_resident]->rank : -1;
       slow_cta = kind == 2 ? resident[rnd() % num_resident]->index : -1;
-      slow_warp = kind == 3 ? (int)(rnd() % 8) : -1;
+      // A kernel with roles has more than 8 warps.
+      slow_warp = kind == 3 ? (int)(rnd() % (resident[0]->num_warps > 8 ? resident[0]->num_warps : 8)) : -1;
       quantum = 1 << rnd() % plan->quantum;
       p_async = (double[]){.01, .1, .5}[rnd() % 3];
       p_drain = plan->drain * (double[]){.1, 1, 4}[rnd() % 3];
@@ -198,7 +202,8 @@ static void schedule(const Plan *plan) {
     // Who polls in vain has fewer turns: nothing else changes until others run.
     if (C->polls && rnd() % 8) continue;
     if ((C->rank == slow_rank || C->index == slow_cta || W->id == slow_warp) && rnd() % 64) continue;
-    for (int n = 1 + (int)(rnd() % quantum); n && W->live && !W->waiting; n--) step();
+    yields = 0;
+    for (int n = 1 + (int)(rnd() % quantum); n && W->live && !W->waiting && !yields; n--) step();
     idle = held = 0;
     if (plan->num_clocks && chance(plan->tick)) tick_clocks(plan);
     if (C->done == C->num_warps) {

@@ -80,16 +80,6 @@ static u32 element(const Matrix *x, int across, int mn, int k, int size) {
   if (a + 16 > C->shared_bytes) fail("wgmma reads shared memory at %#x, out of bounds (%u)", a, C->shared_bytes);
   return a;
 }
-static void readable(u32 at) {
-  for (int i = 0; i < 16; i += 15) {
-    const Cell *h = cell_at(at + i);
-    if (h->writer == ARRIVED_BY_TMA ? h->written > W->tma_seen
-                                    : h->writer >= THREADS || (h->writer >> 5 != W->id && h->written > C->barrier_at))
-      who_wrote(h, at, "read by wgmma");
-    if (h->writer < THREADS && h->written > W->fenced[h->writer >> 5])
-      fail("wgmma reads shared memory at %#x, which warp %d wrote, without fence.proxy.async", at, h->writer >> 5);
-  }
-}
 // 16 bytes of adjacent elements at a time, of types of 16 or 8 bits; `to` gets [k][mn].
 static void operand(const Matrix *x, int across, int first, int count, int type, float *to, int pitch, int check,
                     Range *range) {
@@ -99,7 +89,7 @@ static void operand(const Matrix *x, int across, int first, int count, int type,
     u32 a = element(x, across, first + mn, k, size);
     if (a < range->begin) range->begin = a;
     if (a + 16 > range->end) range->end = a + 16;
-    if (check) { readable(a); continue; }
+    if (check) { readable(a, "wgmma"); continue; }
     u16 h[8];
     memcpy(h, C->shared + a, 16);
     for (int j = 0; j < n; j++) {
@@ -120,7 +110,7 @@ static void fragments(const int *o, int bf, float (*to)[16]) {
 // One warp's 16 rows of the warpgroup's 64.
 static void wgmma_operands(Wgmma *g, int check) {
   int n = g->ins->vec * 2, types = g->ins->flags >> TYPES_AT;
-  for (int i = 0; i < 2; i++) g->reads[i] = (Range){ALL, 0, 0, W->id};
+  for (int i = 0; i < 2; i++) g->reads[i] = (Range){ALL, 0, 0, W->id, -1};
   Matrix b = matrix(g->b);
   if (!(g->ins->flags & A_IN_REGISTERS)) {
     Matrix a = matrix(g->a);
@@ -202,11 +192,7 @@ static void wgmma_wait(int leave) {
         fail("register w%d is written while a wgmma reads it", fragment(g, j));
       W->has_w[fragment(g, j)] = ALL;
     }
-    for (int j = 0; j < 2; j++) {
-      if (C->num_ranges == MOST_RANGES) fail("more than %d operands of wgmma between two barriers", MOST_RANGES);
-      C->ranges[C->num_ranges] = g->reads[j];
-      C->ranges[C->num_ranges++].when = tick();
-    }
+    for (int j = 0; j < 2; j++) if (g->reads[j].end) was_read(g->reads[j].begin, g->reads[j].end, -1);
     C->reading--;
   }
   W->num_wgmmas = n;

@@ -18,7 +18,7 @@ typedef uint16_t u16;
 typedef uint8_t u8;
 
 enum { LANES = 32, MOST_WARPS = 32, MOST_RANKS = 8, MOST_ENTRIES = 256, MOST_TMA = 64, MOST_WGMMA = 64 };
-enum { MOST_BARS = 32, MOST_RANGES = 4096 };
+enum { MOST_BARS = 32, MOST_RANGES = 4096, MOST_BARRIERS = 16, MOST_STORES = 64 };
 // Dynamic shared memory does not begin at address 0: the system has the first KiB on sm_90.
 enum { SHARED_BASE = 1024 };
 static const u32 ALL = ~0u;
@@ -33,13 +33,14 @@ enum { WIDENED = 1 << 12 };
 // pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
 typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;
 // Registers of 32 bits and less, of 64 bits, and predicates; %tid.x, %ctaid.x, %nctaid.x are the first three words.
-typedef struct { const Ins *ins; const int *pool; int n, words, doubles, preds; u64 *count; } Kernel;
+// registers: of each thread when the kernel begins, if it says so.
+typedef struct { const Ins *ins; const int *pool; int n, words, doubles, preds; u64 *count; int registers; } Kernel;
 // Operands below 0 are constants, the same for all threads of a launch.
 typedef struct { const u32 (*words)[LANES]; const u64 (*doubles)[LANES]; const u32 *preds; } Constants;
 
 // Memory is kept by granules of 16 bytes, the widest access. Of each: its bytes before the last store to it that could
-// be seen by all, when that was, and whose it was.
-typedef struct { u64 base, len, first; int rank; u8 *old; i64 *when; u32 *who, *phase; u16 *pending; } Region;
+// be seen by all, when that was, whose it was, and when that thread stored, by its CTA's clock.
+typedef struct { u64 base, len, first; int rank; u8 *old; i64 *when; u32 *who, *stored; u16 *pending; } Region;
 // What one launch may touch.
 typedef struct { u64 begin, end; int region, writable; } Span;
 
@@ -55,8 +56,9 @@ typedef struct {
 
 // Stores of one instruction that are not seen by others yet: by lane. `marked` were released at gpu scope, at `when`.
 typedef struct {
-  int warp, phase, len;
-  u32 mask, marked;
+  int warp, len;
+  // The CTA's clock when it was stored.
+  u32 stored, mask, marked;
   // Stored by the proxy of aliases; which lanes a fence of it has put in order since.
   int alias;
   u32 fenced;
@@ -65,32 +67,51 @@ typedef struct {
   u8 data[LANES][16];
 } Entry;
 typedef struct { u32 dst; u64 src; int bytes, given, group, lane, done; i64 view; } Copy;
-// What wgmma reads, or has read up to a time.
-typedef struct { u32 begin, end, when; int warp; } Range;
+// What wgmma or a TMA store reads, or has read up to a time. lane: the one that knows of it, or -1 for the warp.
+typedef struct { u32 begin, end, when; int warp, lane; } Range;
 // since: when it was issued, in steps of its warp.
 typedef struct { const Ins *ins; u64 a, b, since; int add, group, done; Range reads[2]; } Wgmma;
 // A tensor map: innermost dimension first, strides in bytes.
 typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
 typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
-typedef struct { u32 address; int valid, count, pending, phase; i64 tx; u32 since, completed; int warp; } Mbarrier;
+// A TMA store of a lane: it reads shared memory into `data` at some time, then brings out rows up to `row`.
+typedef struct { const TensorMap *map; int at[5], warp, lane, group, row, waited; u32 src; u8 *data; } TmaStore;
+
+// What is ordered before a warp: what each warp of its CTA did up to a time of the CTA's clock, and wrote up to a time
+// with a proxy fence behind it; and the copies that each mbarrier has counted up to a time.
+typedef struct { u32 warps[MOST_WARPS], fenced[MOST_WARPS], bars[MOST_BARS]; } Order;
+// The same as threads tell it to others at a barrier or an mbarrier, with what they are sure to see (`Warp`).
+typedef struct { Order order; i64 view, async_view, alias_view, own_fenced_at, alias_fenced_at; } Known;
+typedef struct {
+  u32 address;
+  int valid, count, pending, phase, warp;
+  i64 tx;
+  u32 since, completed;
+  // What arrivals have told: in the running phase, and in those before.
+  Known gathered, known;
+} Mbarrier;
+// One of a CTA's 16 barriers: threads that are expected and have come, warps that have come, and those that wait.
+typedef struct { int expected, arrived; u32 came, waiting; Known known; } Barrier;
 
 // Two bytes of shared memory, or one where a kernel touches single ones: when it was last written and by which thread,
-// when last read and by which warps.
-typedef struct { u32 written, read; u32 readers; u16 writer, spare; } Cell;
+// and which warps have read it since (when, is in `read_at`). bar: the mbarrier that counted the copy to it.
+typedef struct { u32 written, readers; u16 writer, bar; } Cell;
 // Writers that are no threads: nobody yet, a copy under way, one that has ended, an mbarrier.
 enum { NOBODY = 0xffff, UNDER_WAY = 0xfffe, ARRIVED_BY_TMA = 0xfffd, IS_MBARRIER = 0xfffc, THREADS = 0x8000 };
 
 typedef struct {
   u32 (*w)[LANES], *p, *has_w, *has_d, *has_p, *set_w;
   u64 (*d)[LANES];
-  int pc[LANES], at, diverged, waiting, id, phase;
+  int pc[LANES], at, diverged, waiting, id, registers;
   u32 live;
   // What each lane is sure to see: all that was committed up to then, by ordinary accesses and by asynchronous ones.
   i64 view[LANES], async_view[LANES], alias_view[LANES];
   // Up to when its CTA's own stores were brought out for the asynchronous proxy.
   i64 own_fenced_at[LANES], alias_fenced_at[LANES];
   u64 steps, fenced_at;
-  u32 tma_seen, fenced[MOST_WARPS];
+  Order order;
+  // The open group of a lane's TMA stores.
+  int bulk_group[LANES];
   Copy *copies;
   int num_copies, most_copies, group;
   Wgmma wgmmas[MOST_WGMMA];
@@ -100,17 +121,21 @@ typedef struct {
 typedef struct {
   Launch *launch;
   const Kernel *kernel;
-  int rank, id, index, num_warps, arrived, done, polls;
+  int rank, id, index, num_warps, done, polls, registers_left;
   Warp *warps;
   u8 *shared;
   Cell *cells;
+  u32 *read_at;
   // A cell has 1 << cell bytes.
   int cell;
-  u32 shared_bytes, clock, barrier_at;
+  u32 shared_bytes, clock;
   Entry *entries[MOST_ENTRIES];
   int num_entries;
   Tma tmas[MOST_TMA];
   int num_tmas;
+  TmaStore stores[MOST_STORES];
+  int num_stores;
+  Barrier barriers[MOST_BARRIERS];
   Mbarrier bars[MOST_BARS];
   int num_bars;
   Range ranges[MOST_RANGES];
@@ -130,6 +155,8 @@ static u64 rng, executed, progress_at, stale_reads, late_drains;
 // For the TMA copy that is carried out: its CTA's stores that a fence has brought out.
 static i64 own_fenced;
 static double p_stale, p_drain, p_async;
+// The running warp polls in vain: its turn ends.
+static int yields;
 // Whether other processes touch the memory too: then a load reads what is there, and atomics are the host's.
 static int shared_with_others;
 static char error[4096];
@@ -265,3 +292,37 @@ static inline void set_pred(int r, u32 m, u32 t) {
   W->has_p[r] |= m;
 }
 #define EACH(l, m) for (u32 m_ = (m), l; m_ && (l = __builtin_ctz(m_), 1); m_ &= m_ - 1)
+
+// Order between the warps of a CTA (PTX, Causality Order): what a warp's lanes tell, and what they learn.
+static inline void later(u32 *a, const u32 *b, int n) { for (int i = 0; i < n; i++) if (b[i] > a[i]) a[i] = b[i]; }
+static inline void later_view(i64 *a, i64 b) { if (b > *a) *a = b; }
+static void merge(Known *k, const Known *other) {
+  later((u32 *)&k->order, (const u32 *)&other->order, sizeof(Order) / sizeof(u32));
+  later_view(&k->view, other->view);
+  later_view(&k->async_view, other->async_view);
+  later_view(&k->alias_view, other->alias_view);
+  later_view(&k->own_fenced_at, other->own_fenced_at);
+  later_view(&k->alias_fenced_at, other->alias_fenced_at);
+}
+// upto: what the whole warp did up to this time of the clock is ordered before.
+static void tell(Known *k, const Warp *w, u32 lanes, u32 upto) {
+  later((u32 *)&k->order, (const u32 *)&w->order, sizeof(Order) / sizeof(u32));
+  later(&k->order.warps[w->id], &upto, 1);
+  EACH(l, lanes) {
+    later_view(&k->view, w->view[l]);
+    later_view(&k->async_view, w->async_view[l]);
+    later_view(&k->alias_view, w->alias_view[l]);
+    later_view(&k->own_fenced_at, w->own_fenced_at[l]);
+    later_view(&k->alias_fenced_at, w->alias_fenced_at[l]);
+  }
+}
+static void learn(Warp *w, u32 lanes, const Known *k) {
+  later((u32 *)&w->order, (const u32 *)&k->order, sizeof(Order) / sizeof(u32));
+  EACH(l, lanes) {
+    later_view(&w->view[l], k->view);
+    later_view(&w->async_view[l], k->async_view);
+    later_view(&w->alias_view[l], k->alias_view);
+    later_view(&w->own_fenced_at[l], k->own_fenced_at);
+    later_view(&w->alias_fenced_at[l], k->alias_fenced_at);
+  }
+}

@@ -1,0 +1,44 @@
+"""Choose the core of a kernel: the loop of `matmul`, or the warp-specialised one, which is imported when it is chosen.
+
+A launch that the chosen core does not serve has the loop, and one warning for each reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from functools import cache
+from typing import Any
+
+from .launch import Config
+
+LOOP, WARP_SPECIALISED = "loop", "warp_specialised"
+
+
+@cache
+def _module() -> Any:
+    # The module, or why it cannot be imported.
+    try:
+        return importlib.import_module(".warp_specialised", __package__)
+    except (ImportError, AttributeError) as error:
+        return f"this Triton's Gluon is not what it needs ({error})"
+
+
+def chosen(config: Config, *launch: Any, **more: Any) -> Any:
+    """Return the module of the core that a configuration chooses, or None for the loop.
+
+    launch, more: what the core's `refusal` asks for. Warns once for each reason why the core is not used.
+    """
+    if config.core == LOOP:
+        return None
+    found = _module()
+    why = found if isinstance(found, str) else found.refusal(config, *launch, **more)
+    if why:
+        _warn(why)
+        return None
+    return found
+
+
+@cache
+def _warn(why: str) -> None:
+    warnings.warn(f"the warp-specialised core is not used: {why}", stacklevel=4)

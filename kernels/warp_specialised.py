@@ -1,0 +1,332 @@
+"""A warp-specialised core of the matmul for sm_90, in Gluon: the other way to run the loop of `matmul`.
+
+One warp loads: it locates tiles, waits for chunks of A that travel, and fills a ring of stages by TMA. Two warpgroups
+multiply what has arrived, and store a tile by TMA in halves. So waits, tables and the order of tiles are not in the
+warps that multiply. The hooks are those of `matmul`:
+
+    LOCATE(ctx, index) -> Tile                  place of a tile
+    A_CHUNK(ctx, tile, i, packed) -> Operand    i-th chunk of A for a tile, a descriptor; waits for the chunk
+    B_CHUNK(ctx, tile, i) -> Columns            columns of B, a descriptor
+    STORE(ctx, share, ring, row, packed, acc) stores a tile that begins at row `row` of C
+
+Each stage has two mbarriers. `full` completes when its copies have arrived, `empty` when both warpgroups have
+multiplied them. A note of the tile lies beside the stage, under the same mbarriers.
+
+This module needs Triton's Gluon, so launchers import it when a configuration chooses this core. `refusal` says why a
+launch cannot have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .descriptors import read_by
+from .epilogue import TileEpilogue, apply
+from .launch import FP_FUSION, Config
+from .loading import Started, launch
+from .matmul import Whole, locate_whole, pack, unpack
+from .operands import Left, Operand, Right, b_of_term, left_of, outputs_of, right_of, tiles_of
+from .signal import cdiv
+
+# Renamed in Triton 3.9.
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+# Registers of a thread of the loading warp, which polls in a gather; the warps that multiply have the others.
+_LOADER_REGISTERS, _WAITER_REGISTERS = 40, 56
+# Most stages: more hide no more latency.
+_MOST_STAGES = 6
+# Shared memory of a program for stages and C; mbarriers and notes take less than 1 KiB of the 227 KiB.
+_RING_BYTES = 226 << 10
+
+
+class Ring(NamedTuple):
+    """Shared memory: stages of A and B, half a tile of C, mbarriers, and notes: a tile's row of C, and `packed`."""
+
+    a: gl.shared_memory_descriptor
+    b: gl.shared_memory_descriptor
+    c: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
+    packed: gl.shared_memory_descriptor
+
+
+class TileRange(NamedTuple):
+    """The tiles of a program: first, first + num_programs, .. below `end`, of `num_steps` blocks of K each.
+
+    outs: a descriptor of each C, if tiles are stored by TMA. END: as in `Link`.
+    """
+
+    first: tl.tensor
+    num_programs: tl.tensor
+    end: tl.tensor
+    num_steps: tl.tensor
+    outs: tl.tensor | None
+    END: tl.constexpr
+
+
+@gluon.jit
+def _load_tiles(
+    ctx, share, ring, LOCATE: gl.constexpr, A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, NUM_K_CHUNKS: gl.constexpr
+):  # fmt: skip
+    STAGES: gl.constexpr = ring.full.shape[0]
+    BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
+    NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    step = 0
+    for index in range(share.first, share.end, share.num_programs):
+        tile = LOCATE(ctx, index)
+        packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
+        for i in range(NUM_K_CHUNKS):
+            a = A_CHUNK(ctx, tile, i, packed)
+            packed = a.packed
+            b = B_CHUNK(ctx, tile, i)
+            for k in range(0, a.k_len, BLOCK_K):
+                stage = step % STAGES
+                full = ring.full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), (step // STAGES & 1) ^ 1)
+                ring.rows.index(stage).store(gl.full([1], tile.begin + tile.row, gl.int32, NOTE))
+                ring.packed.index(stage).store(gl.full([1], packed, gl.int32, NOTE))
+                mbarrier.expect(full, a.source.block_type.nbytes + b.source.block_type.nbytes)
+                if ctx.a.BY == "rows":
+                    _load(a.source, [a.row, a.first + k], full, ring.a.index(stage))
+                else:
+                    _load(a.source, [a.first + k, a.row], full, ring.a.index(stage))
+                if ctx.b.BY == "rows":
+                    _load(b.source, [a.k_begin + k, b.col], full, ring.b.index(stage))
+                else:
+                    _load(b.source, [b.col, a.k_begin + k], full, ring.b.index(stage))
+                step += 1
+
+
+@gluon.jit
+def _note(notes, stage):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(notes.index(stage).load(LAYOUT), 0)
+
+
+@gluon.jit
+def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
+    STAGES: gl.constexpr = ring.full.shape[0]
+    BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
+    BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    step = 0
+    for _index in range(share.first, share.end, share.num_programs):
+        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=MMA)
+        for k in range(share.num_steps):
+            stage = step % STAGES
+            mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
+            a = ring.a.index(stage)
+            b = ring.b.index(stage)
+            if ctx.a.BY != "rows":
+                a = a.permute((1, 0))
+            if ctx.b.BY != "rows":
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, is_async=True)
+            # The product before has ended when only this one is under way.
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        last = (step + STAGES - 1) % STAGES
+        row = _note(ring.rows, last)
+        packed = _note(ring.packed, last)
+        mbarrier.arrive(ring.empty.index(last))
+        STORE(ctx, share, ring, row, packed, acc)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _store_by_tma(desc, buffer, row, col, acc):
+    HALF: gl.constexpr = acc.shape[1] // 2
+    lo, hi = acc.reshape((acc.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+    _store_half(desc, buffer, row, col, lo)
+    _store_half(desc, buffer, row, col + HALF, hi)
+
+
+@gluon.jit
+def _store_half(desc, buffer, row, col, half):
+    # The store before must have read the buffer.
+    tma.store_wait(pendings=0)
+    buffer.store(half.to(desc.dtype))
+    fence_async_shared()
+    _store(desc, [row, col], buffer)
+
+
+@gluon.jit
+def _store_by_pointers(epilogue, c, j, N, row, col, left, acc, ok):
+    # A quarter at a time: a thread has registers for its part of the tile, and for the addresses of some of it.
+    if acc.shape[1] > 64:
+        lo, hi = acc.reshape((acc.shape[0], 2, acc.shape[1] // 2)).permute((0, 2, 1)).split()
+        _store_by_pointers(epilogue, c, j, N, row, col, left, lo, ok)
+        _store_by_pointers(epilogue, c, j, N, row, col + acc.shape[1] // 2, left, hi, ok)
+    else:
+        offs_m = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        offs_n = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+        apply(epilogue, c, j, row + offs_m, offs_n, offs_m < left, offs_n < N, acc, ok)
+
+
+@gluon.jit
+def _store_tile(ctx, share, ring, j, N, row, col, left, acc, ok):
+    # The j-th C ends at its last row, a shard anywhere: then rows behind it are another tile's.
+    if share.outs is None:
+        _store_by_pointers(ctx.epilogue, ctx.c, j, N, row, col, left, acc, ok)
+    elif (left == ctx.tiles.BLOCK_M) | (row + left == ctx.M):
+        if ok == 0:
+            acc = gl.full(acc.shape, float("nan"), gl.float32, acc.type.layout)
+        _store_by_tma(share.outs[0], ring.c, row, col, acc)
+    else:
+        _store_by_pointers(ctx.epilogue, ctx.c, j, N, row, col, left, acc, ok)
+
+
+@gluon.jit
+def _store_whole(ctx, share, ring, row, packed, acc):
+    # The last rows of C end where its descriptor does.
+    col, left, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
+    if share.outs is None:
+        _store_by_pointers(ctx.epilogue, ctx.c, 0, ctx.b.N[0], row, col, left, acc, 1)
+    else:
+        _store_by_tma(share.outs[0], ring.c, row, col, acc)
+
+
+@gluon.jit
+def _run(
+    ctx, share, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
+    A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, STORE: gl.constexpr, NUM_K_CHUNKS: gl.constexpr,
+):  # fmt: skip
+    # a_desc, b_desc: one of the descriptors of each, as all have one block.
+    a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
+    b = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
+    if share.outs is None:
+        c = a
+    else:
+        out = share.outs[0]
+        c = gl.allocate_shared_memory(out.dtype, out.block_type.shape, out.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
+    packed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    # TMA counts at the mbarriers, in another proxy.
+    fence_async_shared()
+    ring = Ring(a, b, c, full, empty, rows, packed)
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (ctx, share, ring, STORE)),
+            (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, NUM_K_CHUNKS)),
+        ],
+        [1],
+        [REGISTERS],
+    )
+    for s in gl.static_range(STAGES):
+        mbarrier.invalidate(full.index(s))
+        mbarrier.invalidate(empty.index(s))
+
+
+@gluon.jit
+def _a_whole(ctx, tile, i, packed):
+    return Operand(ctx.a.desc[0], 0, 0, 0, tile.begin + tile.row, 0, ctx.b.K[0], packed, 0, 0, 0)
+
+
+@gluon.jit
+def _warp_specialised_matmul_kernel(
+    a, b, c, outs, epilogue, tiles, M, STAGES: gl.constexpr, REGISTERS: gl.constexpr
+):  # fmt: skip
+    """Compute the plain matmul. Waits for nothing; signals nothing."""
+    num_tiles = cdiv(M, tiles.BLOCK_M) * cdiv(b.N[0], tiles.BLOCK_N)
+    share = TileRange(gl.program_id(0), gl.num_programs(0), num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0)
+    # Built in the call, as a tuple that is assigned to a name loses its constants.
+    _run(
+        Whole(a, b, c, epilogue, None, tiles, M, 0), share, a.desc[0], b.desc[0], STAGES, REGISTERS,
+        locate_whole, _a_whole, b_of_term, _store_whole, 1,
+    )  # fmt: skip
+
+
+def refusal(
+    config: Config, lefts: Sequence[torch.Tensor], a_by: str, b_by: str, *, scales: str = "", leaves: int = 0
+) -> str:
+    """Return why a launch cannot have this core, or "".
+
+    lefts: A of each term. a_by, b_by: how operands are read. scales, leaves: as in `Tiles`.
+    """
+    dtype = lefts[0].dtype
+    if "pointers" in (a_by, b_by):
+        return "it reads by descriptors alone, and an operand's layout or alignment has none"
+    if scales or dtype not in _ELEMENTS:
+        return f"it multiplies {' and '.join(str(each).removeprefix('torch.') for each in _ELEMENTS)}, not {dtype}"
+    if leaves:
+        return "it adds no products in leaves"
+    if len(lefts) > 1:
+        return f"it adds one product, not {len(lefts)}"
+    warpgroups, rest = divmod(config.block_m, 64)
+    if rest or config.num_warps != 4 * warpgroups:
+        return f"a warpgroup of four warps has 64 rows, not {config.block_m} rows for {config.num_warps} warps"
+    if stages_of(config, dtype.itemsize) < 2:
+        return f"two stages of {config.block_m} x {config.block_n} x {config.block_k} do not fit into shared memory"
+    return ""
+
+
+def stages_of(config: Config, itemsize: int) -> int:
+    """Return how many stages fit beside half a tile of C."""
+    stage = (config.block_m + config.block_n) * config.block_k * itemsize
+    return min(_MOST_STAGES, (_RING_BYTES - config.block_m * config.block_n // 2 * itemsize) // stage)
+
+
+def _described(x: torch.Tensor, rows: int, cols: int, by: str = "rows") -> TensorDescriptor:
+    # A matrix in blocks of rows x cols, or its transpose if columns are contiguous.
+    step = 1 if by == "rows" else -1
+    block = [rows, cols][::step]
+    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[x.dtype])
+    return TensorDescriptor(x, list(x.shape)[::step], list(x.stride())[::step], block, layout)
+
+
+def _left_of(a: torch.Tensor, by: str, config: Config) -> Left:
+    desc = _described(a, config.block_m, config.block_k, by)
+    return left_of([a], by, config)._replace(desc=(desc,))
+
+
+def _right_of(matrices: Sequence[torch.Tensor], by: str, config: Config, *, terms: bool = True) -> Right:
+    descs = tuple([_described(b, config.block_k, config.block_n, by) for b in matrices])
+    return right_of(matrices, by, config, terms=terms)._replace(desc=descs)
+
+
+def _outs_of(cs: Sequence[torch.Tensor], epilogue: TileEpilogue, config: Config) -> tuple[TensorDescriptor, ...] | None:
+    """Return the descriptors of C for TMA, or None if tiles have an epilogue, or a C has no descriptor."""
+    steps = epilogue.bias is not None or epilogue.residual is not None or epilogue.z is not None
+    if steps or epilogue.ACTIVATION.value or any(read_by(c, config) != "rows" for c in cs):
+        return None
+    return tuple([_described(c, config.block_m, config.block_n // 2) for c in cs])
+
+
+def _options(config: Config) -> dict[str, Any]:
+    return {"num_warps": config.num_warps, **FP_FUSION}
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, epilogue: TileEpilogue, a_by: str, b_by: str, config: Config
+) -> Started | None:
+    """Launch c [M, N] = a [M, K] @ b [K, N] and the epilogue, which `refusal` has allowed."""
+    return launch(_warp_specialised_matmul_kernel, (config.programs,))(
+        _left_of(a, a_by, config), _right_of([b], b_by, config), outputs_of(c), _outs_of([c], epilogue, config),
+        epilogue, tiles_of(config, flatten=False), a.shape[0], stages_of(config, a.element_size()), _LOADER_REGISTERS,
+        **_options(config),
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""The warp-specialised core on compiled code: results against float64, launches that it refuses, faults put into it.
+
+Runs in a process without Triton's interpreter: `nox -s emulate`, and a sample in `test_emulated.py`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "0":
+    pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fusedtp import reference
+from fusedtp.epilogue import Epilogue
+from fusedtp.kernels import cores
+from fusedtp.kernels.configs import SHAPES, Config, compiled_config
+from fusedtp.kernels.epilogue import epilogue_of
+from fusedtp.kernels.matmul import matmul
+
+from .virtual_gpu.driver import EmulatedDriver, device
+from .virtual_gpu.machine import Schedule
+from .virtual_gpu.shapes import laid_out
+
+pytestmark = pytest.mark.emulated
+
+KERNEL = "_warp_specialised_matmul_kernel"
+
+
+@pytest.fixture
+def gpu() -> Iterator[EmulatedDriver]:
+    with device(90) as found:
+        yield found
+
+
+def config(shape: str = "many", itemsize: int = 2) -> Config:
+    return replace(compiled_config("sm_90", itemsize, shape), core=cores.WARP_SPECIALISED, programs=3)
+
+
+def operands(M: int, N: int, K: int, dtype: torch.dtype, seed: int, layouts: tuple[str, str]) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(M, K, generator=random).to(dtype), torch.randn(K, N, generator=random).to(dtype)
+    return laid_out(a, layouts[0]), laid_out(b, layouts[1])
+
+
+def run(gpu: EmulatedDriver, seed: int) -> set[str]:
+    """Run what was launched, under a schedule of this seed, and return the names of all kernels so far."""
+    how = Schedule(seed, residents=(64, 1, 2)[seed % 3], stale=(0.5, 1.0)[seed % 2])
+    assert gpu.machine.run(how).executed
+    return {program.name for program in gpu.programs.values()}
+
+
+LAYOUTS = ("rows", "columns"), ("columns", "rows"), ("rows", "rows"), ("columns", "columns")
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    # Whole tiles; the last row, column and block of K inside a tile; less than a tile; a long and a short contraction.
+    [(256, 512, 256), (200, 520, 72), (136, 264, 1000), (16, 1032, 64), (600, 256, 8), (8, 8, 8)],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matmul(gpu: EmulatedDriver, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+    for seed, layouts in enumerate(LAYOUTS):
+        a, b = operands(M, N, K, dtype, seed, layouts)
+        c = torch.full((M, N), 7.0, dtype=dtype)
+        matmul(a, b, c, epilogue_of(()), config=config(SHAPES[seed % 3]))
+        assert run(gpu, seed) == {KERNEL}
+        reference.check(c, reference.matmul(a, b), reference.bound(a, b, dtype), f"{M} x {N} x {K}, {layouts}")
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_epilogues(gpu: EmulatedDriver, activation: str | None) -> None:
+    """Tiles with steps, and a C without a descriptor, are stored by pointers."""
+    (a, b), steps = operands(200, 520, 72, torch.bfloat16, 1, LAYOUTS[0]), torch.randn(201, 520)
+    bias, residual = steps[0].bfloat16(), steps[1:].bfloat16()
+    function = torch.nn.functional.__dict__[activation] if activation else lambda y: y
+    for epilogue in (Epilogue(bias=bias, residual=residual, activation=activation), None):
+        c = (
+            torch.full((520, 200), 7.0, dtype=torch.bfloat16).t()
+            if epilogue is None
+            else torch.empty(200, 520).bfloat16()
+        )
+        given = (epilogue,) if epilogue else ()
+        matmul(a, b, c, epilogue_of(given, [c]), config=config())
+        assert run(gpu, 1) == {KERNEL}
+        exact, allowed = reference.matmul(a, b), reference.bound(a, b, torch.bfloat16)
+        if epilogue is not None:
+            exact = function(exact + bias.double() + residual.double())
+            # Slopes of these functions are at most 1.13; addends are rounded with the sum.
+            allowed = 1.13 * allowed + 2.0**-7 * (bias.abs() + residual.abs()).double()
+        reference.check(c, exact, allowed, f"{activation}, {epilogue is not None}")
+
+
+def test_a_call_like_an_earlier_one(gpu: EmulatedDriver) -> None:
+    """A prepared launch has descriptors of its own operands."""
+    for seed in range(3):
+        a, b = operands(136, 264, 128, torch.bfloat16, seed, LAYOUTS[0])
+        c = torch.empty(136, 264, dtype=torch.bfloat16)
+        matmul(a, b, c, epilogue_of(()), config=config())
+        assert run(gpu, seed) == {KERNEL}
+        reference.check(c, reference.matmul(a, b), reference.bound(a, b, torch.bfloat16), f"call {seed}")
+    assert gpu.num_prepared == 2
+
+
+REFUSED = {
+    "strided": ((200, 264, 72), torch.bfloat16, {"a": "strided"}, "reads by descriptors alone"),
+    "odd rows": ((200, 264, 70), torch.bfloat16, {}, "reads by descriptors alone"),
+    "float32": ((96, 80, 64), torch.float32, {}, "descriptors alone"),
+    "warps": ((200, 264, 64), torch.bfloat16, {"num_warps": 4}, "a warpgroup of four warps has 64 rows"),
+    "two terms": ((200, 264, 64), torch.bfloat16, {"terms": 2}, "adds one product, not 2"),
+    "leaves": ((64, 64, 128), torch.bfloat16, {"leaves": 2}, "adds no products in leaves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_launch_that_is_not_served_has_the_loop(gpu: EmulatedDriver, what: str) -> None:
+    (M, N, K), dtype, options, said = REFUSED[what]
+    terms = [operands(M, N, K, dtype, seed, (str(options.get("a", "rows")), "columns"))
+             for seed in range(int(options.get("terms", 1)))]  # fmt: skip
+    c = torch.empty(M, N, dtype=dtype)
+    tile = replace(config(itemsize=dtype.itemsize), num_warps=int(options.get("num_warps", 8)))
+    cores._warn.cache_clear()
+    with pytest.warns(UserWarning, match=f"core is not used: .*{said}"):
+        matmul(*terms[0], c, epilogue_of(()), config=tile, more=terms[1:], leaves=int(options.get("leaves", 0)))
+    assert run(gpu, 1) == {"_matmul_kernel"}
+    exact = sum(reference.matmul(a, b) for a, b in terms)
+    reference.check(c, exact, sum(reference.bound(a, b, dtype) for a, b in terms), what)
