@@ -2,8 +2,9 @@
 
 The kernel computes partial[M, N] = a_shard_k [M, K_r] @ b_shard_k [K_r, N] tile by tile, rounds once to the wire dtype,
 and stores into this rank's region of the owner's half, with one signal a tile. Tiles of the next rank come first and
-the own rows last, so the owners that have waited longest are served first. This kernel waits for nothing: the sum is
-another kernel, `reduce`, which waits.
+the own rows last, so the owners that have waited longest are served first. If there are few rows, a tile has rows of
+several owners, and is signalled to each: else every owner's tiles would read all of b. This kernel waits for nothing:
+the sum is another kernel, `reduce`, which waits.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import LaunchParams, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
 from .prepared import prepares
 from .scales import scale_columns
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, raise_signal, raise_to_all
+from .signal import FIRST_SLOT, LANES, Link, begin, cdiv, enter, half, lanes, raise_lanes, raise_signal, raise_to_all
 
 
 class Partial(NamedTuple):
     """Context of the hooks: the link, the operands, the owners' row table, and the place of a region in a half.
 
     region_row: first row of this rank's region in an owner's half. With SWITCH: number of rows of a region. Tiles then
-    stay in the own half, in a region for each owner, where the switch adds them. END: as in `Link`.
+    stay in the own half, in a region for each owner, where the switch adds them. JOINED: a tile may have rows of more
+    than one owner. END: as in `Link`.
     """
 
     link: Link
@@ -44,6 +46,7 @@ class Partial(NamedTuple):
     pitch: tl.tensor
     scales: Scales | None
     SWITCH: tl.constexpr
+    JOINED: tl.constexpr
     END: tl.constexpr
 
 
@@ -104,6 +107,41 @@ def _store_to_owner(ctx, tile, packed, acc):
 
 
 @triton.jit
+def _signal_owners(ctx, tile):
+    # One signal to each owner of a tile's rows. An owner counts the rows of tiles from the one in which its rows begin.
+    tl.debug_barrier()
+    for first in range(0, ctx.link.group.WORLD_SIZE, LANES):
+        ranks, mask, headers = lanes(ctx.link, first)
+        begin = tl.load(ctx.table + ranks, mask=mask, other=0)
+        end = tl.load(ctx.table + ranks + 1, mask=mask, other=0)
+        mask &= (begin < end) & (begin < tile.row + ctx.tiles.BLOCK_M) & (end > tile.row)
+        raise_lanes(
+            ctx.link,
+            headers,
+            _slot_of(ctx, tile) - begin // ctx.tiles.BLOCK_M * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N),
+            mask,
+        )
+
+
+@triton.jit
+def _store_to_owners(ctx, tile, packed, acc):
+    # Each row goes to its owner's half.
+    partial = rounded(ctx, tile, acc)
+    rows = tile.row + tl.arange(0, ctx.tiles.BLOCK_M)
+    cols = tile.col + tl.arange(0, ctx.tiles.BLOCK_N)
+    owner = tl.zeros_like(rows)
+    begin = tl.zeros_like(rows)
+    for i in range(1, ctx.link.group.WORLD_SIZE):
+        first = tl.load(ctx.table + i)
+        owner = tl.where(rows >= first, i, owner)
+        begin = tl.where(rows >= first, first, begin)
+    base = half(ctx.link, owner, partial.dtype)[:, None]
+    places = (ctx.region_row + rows - begin).to(tl.int64)[:, None] * ctx.pitch + cols[None, :]
+    tl.store(base + places, partial, mask=(rows < ctx.M)[:, None] & (cols < ctx.b.N[0])[None, :])
+    _signal_owners(ctx, tile)
+
+
+@triton.jit
 def _store_to_all(ctx, tile, packed, acc):
     partial = rounded(ctx, tile, acc)
     # Not unrolled: the addresses of eight arenas at once take registers.
@@ -116,11 +154,12 @@ def _store_to_all(ctx, tile, packed, acc):
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _matmul_scatter_kernel(
     a, b, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
-    TO_ALL: tl.constexpr, SWITCH: tl.constexpr,
+    TO_ALL: tl.constexpr, SWITCH: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
 
-    TO_ALL: store and signal to all ranks. SWITCH: store into the own half. Waits for nothing.
+    TO_ALL: store and signal to all ranks. SWITCH: store into the own half. JOINED: a tile may have several owners.
+    Waits for nothing.
     """
     epoch = begin(group, rank)
     pid = tl.program_id(0)
@@ -129,11 +168,12 @@ def _matmul_scatter_kernel(
         enter(Link(group, rank, epoch, fingerprint, 0))
     matmul_tiles(
         Partial(
-            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, pitch, scales, SWITCH, 0
+            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, pitch, scales, SWITCH,
+            JOINED, 0,
         ),
         pid, tl.num_programs(0), num_tiles,
-        locate_whole if TO_ALL else _locate_own_chunk_last, a_of_term, b_of_term,
-        _store_to_all if TO_ALL else _store_to_owner, b.COUNT,
+        locate_whole if TO_ALL or JOINED else _locate_own_chunk_last, a_of_term, b_of_term,
+        _store_to_all if TO_ALL else (_store_to_owners if JOINED else _store_to_owner), b.COUNT,
         scaled_term if tiles.SCALES == "rows" and b.COUNT > 1 else None,
     )  # fmt: skip
 
@@ -142,15 +182,16 @@ class MatmulScatter:
     """Launcher of a scatter: the tiles of a [M, K] @ b [K, N], or of a sum of such terms, go to their owners.
 
     Tiles go into this rank's region, of `region_rows` rows, of the owners' halves; with `to_all`, of every rank's half.
-    switch: into the owners' regions of the own half, from which the switch adds them.
+    switch: into the owners' regions of the own half, from which the switch adds them. joined: a tile may have rows of
+    several owners.
     """
 
     def __init__(
         self, op: int, sizes: tuple[int, ...], *, region_rows: int, pitch: int, to_all: bool, config: Config,
-        scales: str = "", leaves: int = 0, switch: bool = False,
+        scales: str = "", leaves: int = 0, switch: bool = False, joined: bool = False,
     ) -> None:  # fmt: skip
-        assert not (switch and to_all)
-        self._switch = switch
+        assert switch + to_all + joined < 2
+        self._switch, self._joined = switch, joined
         self._op, self._sizes, self._region_rows, self._pitch, self._leaves = op, sizes, region_rows, pitch, leaves
         self._to_all, self._config, self._scales = to_all, config, scales
         self._memo = Memo()
@@ -176,7 +217,7 @@ class MatmulScatter:
             left_of(lefts, known.a_by, known.config, blocks), right_of(rights, known.b_by, known.config, blocks),
             scales, known.tiles,
             table, group, channel.rank, channel.fingerprint, self._region_rows * (1 if self._switch else channel.rank),
-            known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, **known.options,
+            known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, self._joined, **known.options,
         )  # fmt: skip
 
     def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> LaunchParams:
@@ -187,7 +228,7 @@ class MatmulScatter:
         if loose and lefts[0].element_size() == 2:
             # Strides from memory take registers, which elements with an address each need too.
             config = replace(config, block_k=min(config.block_k, config.loose_block_k // 2))
-        chunks = lefts[0].shape[:1] if self._to_all else self._sizes
+        chunks = lefts[0].shape[:1] if self._to_all or self._joined else self._sizes
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)

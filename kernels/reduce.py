@@ -41,6 +41,23 @@ def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
 
 
 @triton.jit
+def _wait_for_tiles(link, index, num_tiles_n, num_rows, shift, BLOCK_M: tl.constexpr):
+    # Wait for the tiles that have the rows of tile `index`, if tiles are joined: one, or two, one below the other. The
+    # own rows begin at row `shift` of the first tile.
+    first = index // num_tiles_n
+    last = (shift + min(num_rows, (first + 1) * BLOCK_M) - 1) // BLOCK_M
+    ok = 1
+    # Not `range`, as in `wait_for_rows`.
+    more = 1
+    while more != 0:
+        ok &= wait_for_parts(link, index + FIRST_SLOT, False)
+        index += num_tiles_n
+        first += 1
+        more = (first <= last).to(tl.int32)
+    return ok
+
+
+@triton.jit
 def _part_of(link, base, own, src, at_m, at_n, mask, region_rows, pitch, OWN_IN_PLACE: tl.constexpr):
     part = base + (src * region_rows + at_m) * pitch + at_n
     if OWN_IN_PLACE:
@@ -75,18 +92,19 @@ def tree_of_parts(
     return acc
 
 
-@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot", "shift"])
 def _reduce_kernel(
     x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
-    result_pitch,
+    result_pitch, shift,
     TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-    SWITCH: tl.constexpr,
+    SWITCH: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`, or with SWITCH this rank's region of all halves.
 
     BROADCAST: store the sums into the peers' halves too, and signal each tile. LAST: end the epoch. After a broadcast,
-    or if a gather is still to be collected, the collecting kernel ends the epoch.
+    or if a gather is still to be collected, the collecting kernel ends the epoch. JOINED: tiles may have rows of more
+    than one owner, and the own rows begin at row `shift` of one.
 
     Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
     """
@@ -107,7 +125,10 @@ def _reduce_kernel(
     for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
         col = index % num_tiles_n * BLOCK_N
         at_n = (col + offs_n).to(tl.int64)[None, :]
-        ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        if JOINED:
+            ok = _wait_for_tiles(link, index, num_tiles_n, num_rows, shift, BLOCK_M)
+        else:
+            ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
         if SWITCH:
             # A name of its own: the compiler knows no alignment of what comes out of the fence.
             summed_col = behind_wait(col, ok)
@@ -163,6 +184,7 @@ def reduce(
     last: bool = True,
     tree: bool = False,
     switch: bool = False,
+    joined_from: int | None = None,
 ) -> Started | None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols].
 
@@ -172,12 +194,13 @@ def reduce(
     - `result_row`: the result also goes there in every peer's half, with a signal a tile from `second_slot` on. Its
       pitch there is `pitch`, or `result_pitch` with `tree`.
     - `last`: end the epoch, if there is no `result_row`.
+    - `joined_from`: tiles may have rows of several owners, and the own rows begin at this row of all.
     """
     rows = out.shape[0]
     return launch(_reduce_kernel, (config.programs,))(
         rows_of(out if own is None else own), outputs_of(out), epilogue, channel.group(op), channel.rank,
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch,
-        tree, per_tile, own is not None,
+        (joined_from or 0) % config.block_m, tree, per_tile, own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
-        config.block_m, config.block_n, strip_of(config), switch, **moving_options(config),
+        config.block_m, config.block_n, strip_of(config), switch, joined_from is not None, **moving_options(config),
     )  # fmt: skip

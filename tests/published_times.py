@@ -49,12 +49,10 @@ REASONS = {
     "0.76, and sums in a second one",
     "blackwell": "on Blackwell vLLM's kernel takes up to 2.4 times as long as on H100",
     "barrier": "torch's kernels take 15 or 16 us at least, one-shot or two-shot; the model has 13 and 21",
-    "copies": "their host issues a score of copies and signals, about 210 us at either power; ours is one kernel, and "
-    "the model has no such term",
     "waves": "by whole waves of tiles the SMs are idle for a fifth of the model's matmul; their library cuts it better",
     "pipeline": "torch's pipeline on their host takes more than 600 us at any size; the model's time of a chunk is "
     "that of the B300 below and of copies on another H100",
-    "triton": "their kernel takes up to 1.7 times as long as their unfused; the model has ours at 0.97 of the library",
+    "triton": "their kernel takes up to 2.3 times as long as their unfused; the model has ours at 0.97 of the library",
     "rate": "their library's matmul is faster than 0.65 of the data sheet's rate: predictions of all three are high",
     "host": "74 to 96 us at any size: so long their host takes to issue both ops, which the model leaves out, as a "
     "graph does",

@@ -29,8 +29,8 @@ def test_how_often_tiles_read_the_weight() -> None:
     few = cost.predict("all_gather_matmul", M=4, **sizes)
     assert few.fused_us == pytest.approx((4 * 4096 + 1024 * 4096 + 4 * 1024) * 4 / 1e5 + 3 * 4096 * 4 / 1e5)
     # With more rows, each of four chunks reads its rows and the whole weight, 1024 x 4096, and stores its rows of 1024.
-    many = cost.predict("all_gather_matmul", M=260, **sizes)
-    assert many.fused_us == pytest.approx(4 * (65 * 4096 + 1024 * 4096 + 65 * 1024) * 4 / 1e5)
+    many = cost.predict("all_gather_matmul", M=32768, **sizes)
+    assert many.fused_us == pytest.approx(4 * (8192 * 4096 + 1024 * 4096 + 8192 * 1024) * 4 / 1e5)
     one = cost.predict("all_gather_matmul", M=4, **(sizes | {"hardware": plain()}))
     rows = overlap.KERNEL_TILES[1][0]
     assert one.fused_us == pytest.approx(2 * rows * 1024 * 4096 / 1e9 + 3 * 4096 * 4 / 1e5, rel=0.01)
@@ -354,7 +354,7 @@ def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
         assert ("the switch makes the sums of fused" in free.assumptions) == (M > 256)
         assert free.unfused_us / free.fused_us >= (1.6 if M >= 512 else 1.5)
         assert free.fused_us <= usual.fused_us
-        assert M <= 256 or usual.unfused_us / usual.fused_us < 1.35
+        assert M <= 256 or usual.unfused_us / usual.fused_us < 1.4
     # A long contraction, whose matmul takes longer than its sums.
     for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.2), (16384, 1.1)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)

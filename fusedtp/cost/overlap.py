@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import product
 from math import ceil, log2
+from typing import Literal, NamedTuple
 
 from ..sharding.plan import ITEMSIZE, is_float8
 from .hardware import WIDENED, WIDENED_BLOCKS, Hardware
@@ -75,8 +76,10 @@ def elementwise_us(num_bytes: float, machine: Hardware) -> float:
 
 # Up to this many rows, `fused` runs a matmul and all-reduce as one kernel.
 ONE_KERNEL_ROWS = 256
-# Up to this many gathered rows, a tile of `fused` may have rows of several ranks.
+# Up to this many rows, a tile of `fused` has rows of several ranks on a machine without a model (`joins`).
 JOINED_ROWS = 256
+# Up to this many, joined tiles have 64 rows: more multiprocessors have work than with one row of tiles.
+JOINED_LOW_ROWS = 256
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed`
 # joins such chunks and multiplies once.
 FEW_ROWS = 256
@@ -118,12 +121,67 @@ _SPLITS, _SHORTEST = (1, 2, 4, 8), 512
 TREE_FRACTION = KERNEL_TILES[0][2]
 
 
+class Grid(NamedTuple):
+    """Tiles of our kernel: `parts` chunks of rows, of `down` rows of tiles each, `across` tiles wide; a tile's size."""
+
+    parts: int
+    down: int
+    across: int
+    tile_rows: int
+    tile_cols: int
+
+    @property
+    def num_tiles(self) -> int:
+        return self.parts * self.down * self.across
+
+    def weight_reads(self, programs: int) -> float:
+        """Return how often the kernel reads its weight.
+
+        Tiles that `programs` programs multiply at a time, a wave, share columns of the weight in L2. Waves share
+        nothing. The tiles of a chunk, at most a group of rows high, follow each other column by column.
+        """
+        full, rest = divmod(self.num_tiles, programs)
+        columns = full * min(self.across, ceil(programs / self.down)) + min(self.across, ceil(rest / self.down))
+        return max(1.0, min(columns / self.across, self.parts))
+
+
+# Columns of the weights at a gather, all ranks' together, as multiples of the gathered columns: those of a decoder's
+# attention, of an MLP's up projection, and of gate and up.
+_WIDTHS = (1.5, 3.5, 7.0)
+
+
+def joins(
+    kind: Literal["gather", "scatter"], rows: int, cols: int, num_ranks: int, dtype: str, machine: Hardware
+) -> bool:
+    """Return whether tiles of `fused` have rows of several ranks, by the faster way.
+
+    Joined tiles pad less and read the weight once, but wait for several ranks. All ranks decide alike. They know the
+    moved tensor, [rows, cols]. A gather's weight may be split unevenly, so times are added up over several widths. A
+    scatter's depth, by which both ways grow alike, is that of an MLP.
+    """
+    if num_ranks == 1 or not machine.knows(dtype) or machine.in_place:
+        return kind == "gather" and rows <= JOINED_ROWS
+    if kind == "gather":
+        products = [(max(1, int(each * cols / num_ranks)), cols) for each in _WIDTHS]
+    else:
+        products = [(cols, max(1, 4 * cols // num_ranks))]
+    works = [Work(kind, rows, *product, rows * cols, num_ranks, dtype) for product in products]
+    joined, cut = (
+        sum(Model(work, machine, joined=each).on_device("fused", TWO_SHOT) for work in works) for each in (True, False)
+    )
+    return joined < cut
+
+
 class Model:
-    """Times of one rank's matmul and its communication on one machine, in microseconds."""
+    """Times of one rank's matmul and its communication on one machine, in microseconds.
+
+    joined: whether tiles of our kernel have rows of several ranks, if not by `joins`.
+    """
 
     def __init__(
-        self, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None
-    ) -> None:
+        self, work: Work, machine: Hardware, matmul_us: float | None = None, kernel_matmul_us: float | None = None, *,
+        joined: bool | None = None,
+    ) -> None:  # fmt: skip
         self.work, self.machine, self.n = work, machine, work.num_ranks
         self.given, self.kernel_given = matmul_us, kernel_matmul_us
         self.memory = machine.memory
@@ -133,11 +191,22 @@ class Model:
         self.torch_dtype = machine.multiplied(work.dtype)
         self.kernel_multiplies = not work.flops or work.dtype in machine.matrix_tflops
         self._kernel_dtype = work.dtype if self.kernel_multiplies else self.torch_dtype
-        # True if a gather's tiles have rows of several ranks. Such a tile waits for all these ranks.
-        self.joined = work.kind == "gather" and not work.by_depth and work.flops > 0 and work.rows <= JOINED_ROWS
+        self._joined = joined
         # The time of a rank's whole matmul, measured or modelled.
         modelled = self.product(work.rows, work.cols, work.depth) if matmul_us is None and work.flops else 0.0
         self.matmul = modelled if matmul_us is None else matmul_us
+
+    @cached_property
+    def joined(self) -> bool:
+        """Return whether tiles of our kernel have rows of several ranks: a tile waits for them, or goes to them."""
+        work = self.work
+        if work.by_depth or not work.flops or work.tree:
+            return False
+        if self._joined is not None:
+            return self._joined
+        gathers = work.kind == "gather"
+        cols = work.depth if gathers else work.cols
+        return joins("gather" if gathers else "scatter", work.rows, cols, self.n, work.dtype, self.machine)
 
     @property
     def adding(self) -> float:
@@ -218,12 +287,12 @@ class Model:
     def _parts(self, cut: bool) -> int:
         return self.n if cut and not self.work.by_depth and not self.joined else 1
 
-    def tiles(self, *, cut: bool) -> tuple[int, float]:
-        """Return the number of tiles of our kernel and the time of one; with `cut` a tile has rows of one rank only."""
+    def tiles(self, *, cut: bool) -> tuple[Grid, float]:
+        """Return the tiles of our kernel and the time of one; with `cut` a tile has rows of one rank only."""
         work, machine = self.work, self.machine
         parts, dtype = self._parts(cut), self._kernel_dtype
         rows, sms = ceil(work.rows / parts), max(1, machine.num_sms)
-        few = rows <= KERNEL_TILES[0][0]
+        few = rows <= (JOINED_LOW_ROWS if cut and self.joined else KERNEL_TILES[0][0])
         candidates: Sequence[tuple[int, int, float]] = KERNEL_TILES[:2] if few else KERNEL_TILES[2:]
         if ITEMSIZE[dtype] != ITEMSIZE[WIDENED_BLOCKS]:
             candidates = [(*KERNEL_TILES[1 if few else 2][:2], 1.0)]
@@ -231,31 +300,40 @@ class Model:
         slower = 1.0 if self.given is None else self.given / self.product(work.rows, work.cols, work.depth)
         found = [
             (
-                parts * ceil(rows / m) * ceil(work.cols / n),
+                Grid(parts, ceil(rows / m), ceil(work.cols / n), m, n),
                 slower * (2 * m * n * work.depth / (rate * fraction) + self.stored(m, n)),
             )
             for m, n, fraction in candidates
         ]
-        count, time = min(found, key=lambda tile: ceil(tile[0] / sms) * tile[1])
-        return count, time if self.kernel_given is None else self.kernel_given / ceil(count / sms)
+        if few and len(found) > 1:
+            # Narrow tiles if they give twice as many multiprocessors work (`launch.config_for`).
+            grid, time = found[0 if 2 * found[1][0].num_tiles <= sms else 1]
+        else:
+            grid, time = min(found, key=lambda tile: ceil(tile[0].num_tiles / sms) * tile[1])
+        return grid, time if self.kernel_given is None else self.kernel_given / ceil(grid.num_tiles / sms)
 
     def kernel(self, *, cut: bool, pushers: int = 0) -> float:
         """Return the time of the whole matmul in our kernel, with every signal already raised.
 
         pushers: programs that push meanwhile. As many multiplying programs start when these end, and have fewer tiles.
         """
+        return max(self._multiplied(cut, pushers))
+
+    def _multiplied(self, cut: bool, pushers: int = 0) -> tuple[float, float]:
+        # The times that the kernel's tiles take, and its reads and stores.
         work, sms = self.work, max(1, self.machine.num_sms)
-        count, tile = self.tiles(cut=cut)
+        grid, tile = self.tiles(cut=cut)
+        count = grid.num_tiles
         late = self.pushing(pushers) if pushers else 0.0
         turns, early = int(late / tile), sms - pushers
         left = max(0, count - turns * early)
         end = max((turns + ceil(left / sms)) * tile, late + ceil(max(0, left - early) / sms) * tile)
         if self.kernel_given is not None:
-            return end
-        # Tiles of one rank's rows read the other operand once more for every rank.
-        operands = self._parts(cut) * work.depth * work.cols + work.rows * work.depth
+            return end, 0.0
+        operands = grid.weight_reads(sms) * work.depth * work.cols + work.rows * work.depth
         num_bytes = operands * ITEMSIZE[self._kernel_dtype] + work.rows * work.cols * ITEMSIZE[work.made]
-        return self.machine.launch_us + max(end, num_bytes / self.memory / self.machine.kernel_fraction)
+        launch = self.machine.launch_us
+        return launch + end, launch + num_bytes / self.memory / self.machine.kernel_fraction
 
     def chunks(self, schedule: str, *, cut: bool = True, pushers: int = 0) -> list[float]:
         """Return the times of the matmul's `n` parts; cut, pushers: of `fused`, as in `kernel`."""
@@ -310,11 +388,25 @@ class Model:
             if not work.flops or self.gathers_first:
                 return arrivals[-1] + (launch + 2 * total / self.memory) + self.matmul
             return self.recursion(parts, arrivals)
-        time = self.recursion(parts, arrivals) + (launch + (n + 1) / n * added)
+        if by_kernel and not in_one and cut and self.joined:
+            time = self._spread(arrivals[-1] - begin)
+        else:
+            is_cut = by_kernel and not in_one and cut
+            time = self._cut(arrivals, wait=self.wait) if is_cut else self.recursion(parts, arrivals)
+        time += launch + (n + 1) / n * added
         if work.kind == "all_reduce":
             sums = work.moved * ITEMSIZE[work.made]
             time += begin + (n - 1) * (step + sums / n / bandwidth) + launch + 2 * sums / self.memory
         return time
+
+    def _spread(self, sent: float) -> float:
+        # Joined tiles go to all owners alike. The last wave's travel when the kernel has multiplied, unless tiles end
+        # one by one, as the weight comes from memory.
+        tiles, memory = self._multiplied(cut=True)
+        waves = ceil(self.tiles(cut=True)[0].num_tiles / max(1, self.machine.num_sms))
+        slow = 1 + self.machine.overlap_slowdown
+        tiles += min(tiles, sent / slow) * (1 - 1 / waves) * (slow - 1)
+        return max(tiles + sent / waves, tiles / waves + sent, memory) + self.wait
 
     def in_switch(self) -> float:
         """Return the time of an all-reduce by `fused` with sums in the switch.
@@ -332,7 +424,7 @@ class Model:
         adders = num_adders(machine, n) if work.rows > ONE_KERNEL_ROWS else 0
         programs = max(1, machine.num_sms - adders)
         multiply = self.kernel(cut=False) * machine.num_sms / programs * (1 + machine.overlap_slowdown)
-        waves = ceil(self.tiles(cut=False)[0] / programs)
+        waves = ceil(self.tiles(cut=False)[0].num_tiles / programs)
         sums = max(multiply / waves + carried, multiply + carried / waves)
         return 2 * self.wait + max(sums + copied / waves, multiply + copied)
 
@@ -364,9 +456,25 @@ class Model:
     def _arriving(self, begin: float, hop: float, pushers: int = 0) -> float:
         arrivals = [0.0, *(begin + i * hop for i in range(1, self.n))]
         if self.joined:
-            return arrivals[-1] + self.kernel(cut=True)
+            return arrivals[-1] + self.kernel(cut=True) - self.machine.launch_us
         after = 0.0 if self.work.flops else self.machine.launch_us + 2 * self.work.moved_bytes / self.memory
-        return self.recursion(self.chunks("fused", pushers=pushers), arrivals) + after
+        return self._cut(arrivals, pushers) + after
+
+    def _cut(self, arrivals: Sequence[float], pushers: int = 0, wait: float = 0.0) -> float:
+        # The recursion for our kernel, whose tiles have rows of one rank each. If a wave of tiles has several chunks,
+        # they are multiplied side by side: then the recursion is that of each multiprocessor's tiles. wait: the time
+        # until a tile of the last wave is seen.
+        parts, sms, launch = self.chunks("fused", pushers=pushers), max(1, self.machine.num_sms), self.machine.launch_us
+        grid = self.tiles(cut=True)[0] if parts else None
+        if grid is None or grid.parts == 1 or 2 * grid.num_tiles > sms * self.n:
+            return self.recursion(parts, arrivals)
+        tiles, memory = self._multiplied(True, pushers)
+        tile, slow = (tiles - launch) / ceil(grid.num_tiles / sms), 1 + self.machine.overlap_slowdown
+        free = [launch] * sms
+        for index in range(grid.num_tiles):
+            begin = max(free[index % sms], arrivals[index // (grid.down * grid.across)])
+            free[index % sms] = begin + tile + min(tile, max(0.0, arrivals[-1] - begin) / slow) * (slow - 1)
+        return max(memory + wait, arrivals[-1], *free)
 
     @property
     def gathers_first(self) -> bool:

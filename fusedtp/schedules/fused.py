@@ -139,11 +139,14 @@ class FusedGather(Gather):
         self._part = slice(self.begins[on.rank], self.begins[on.rank + 1])
         float8 = None if sums else on.task.float8
         dtype, most_rows = float8 or on.task.dtype, max(sizes) if dim == 0 else other
+        multiplied_in = on.task.multiplied_in if float8 else on.task.dtype_name
         # Whether a tile may have rows of several shards.
-        self.joined = bool(kinds) and dim == 0 and sum(sizes) <= producers.joined_rows(on.ws)
-        chunks = 1 if dim or self.joined else on.world_size
+        self.joined = bool(kinds) and dim == 0 and producers.joins(on.ws, "gather", *self.shape, multiplied_in)
+        rows_of_tiles, chunks = most_rows, 1 if dim else on.world_size
+        if self.joined:
+            rows_of_tiles, chunks = producers.joined_shape(sum(sizes))
         # A rank without columns of C has pieces of as many rows as the others.
-        shape = (sum(sizes) if self.joined else most_rows, result) if result or kinds else ()
+        shape = (rows_of_tiles, result) if result or kinds else ()
         self.config = config = on.configure(*shape, chunks=chunks)
         # Sums are sent tile by tile, with a signal each.
         self._per_tile = sums
@@ -163,7 +166,7 @@ class FusedGather(Gather):
         M, K = self.shape if dim == 0 else (other, self.shape[0])
         self.work = Work(
             "gather", M if result else 0, result, K if result else 0, M * K, on.world_size,
-            on.task.multiplied_in if float8 else on.task.dtype_name, by_depth=dim == 1,
+            multiplied_in, by_depth=dim == 1,
         )  # fmt: skip
 
     def start(self, x: Matrix) -> Pending:
@@ -277,23 +280,31 @@ class FusedScatter:
         sizes, other, dim, multiplies, to_all = what
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
         self._to_all, self._multiplies = to_all, multiplies
-        begin = sum(sizes[: on.rank])
+        self._begin = begin = sum(sizes[: on.rank])
         self._part = slice(0, None) if to_all else slice(begin, begin + sizes[on.rank])
         self._region_rows = max(sizes)
         # Every tile of a one-shot sum is stored to all ranks: a narrow tile leaves registers for their addresses.
-        shape = (self._region_rows, 0 if to_all else other) if multiplies else ()
-        self._config = config = on.configure(*shape, chunks=1 if to_all else on.world_size)
-        slots = num_tiles(self._region_rows, other, config)
-        piece = 0 if multiplies else config.block_m
         # Subtrees are not rounded.
         self._tree = bool(on.task.leaves)
         self._switch = on.in_switch
+        multiplied_in = on.task.multiplied_in if on.task.float8 else on.task.dtype_name
+        self._joined = multiplies and not (to_all or self._tree or self._switch) and producers.joins(
+            on.ws, "scatter", sum(sizes), other, multiplied_in
+        )  # fmt: skip
+        rows, chunks = self._region_rows, 1 if to_all else on.world_size
+        if self._joined:
+            rows, chunks = producers.joined_shape(sum(sizes))
+        shape = (rows, 0 if to_all else other) if multiplies else ()
+        self._config = config = on.configure(*shape, chunks=chunks)
+        # Joined tiles cut this rank's rows where other ranks' rows begin.
+        slots = num_tiles(self._region_rows + (config.block_m if self._joined else 0), other, config)
+        piece = 0 if multiplies else config.block_m
         dtype = torch.float32 if self._tree else on.task.dtype
         self._region = on.layout.region(on.world_size * self._region_rows, other, dtype, slots=slots, piece=piece)
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
             config=config, scales=on.scales, leaves=on.task.leaves // on.world_size,
-            switch=self._switch,
+            switch=self._switch, joined=self._joined,
         )  # fmt: skip
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
@@ -353,7 +364,7 @@ class FusedScatter:
             result_row=None if gather is None else gather.row,
             result_pitch=None if gather is None or not self._tree else gather.region.pitch,
             second_slot=0 if gather is None else gather.region.slot, last=last, tree=self._tree,
-            switch=self._switch,
+            switch=self._switch, joined_from=self._begin if self._joined else None,
         )  # fmt: skip
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ..cost.overlap import COPY_BYTES, JOINED_ROWS, MULTICAST, late_share, num_pushers, producers
+from ..cost import overlap
+from ..cost.overlap import COPY_BYTES, MULTICAST, late_share, num_pushers, producers
 from ..cost.work import Work
 from ..kernels.choices import shared_memory_of
+from ..kernels.configs import FEW_ROWS
 from ..kernels.launch import Config
 from ..kernels.layout import Region
 from ..kernels.loading import is_only_loading, only_loading
@@ -54,9 +56,18 @@ def piece_rows(row_bytes: int, config: Config) -> int:
     return rows
 
 
-def joined_rows(ws: Workspace) -> int:
-    """Return the most gathered rows for which a tile may have rows of several ranks; CPU checks run both cases."""
-    return 64 if ws.device.type == "cpu" else JOINED_ROWS
+def joins(ws: Workspace, kind: Literal["gather", "scatter"], rows: int, cols: int, dtype: str) -> bool:
+    """Return whether tiles of a moved [rows, cols] have rows of several ranks, the same on all ranks."""
+    if ws.device.type == "cpu":
+        # CPU checks run both cases.
+        return rows <= 64
+    return overlap.joins(kind, rows, cols, ws.world_size, dtype, ws.hardware)
+
+
+def joined_shape(rows: int) -> tuple[int, int]:
+    """Return the rows and the number of chunks by which the tiles of `rows` joined rows are chosen."""
+    low = FEW_ROWS
+    return (low, -(-rows // low)) if low < rows <= overlap.JOINED_LOW_ROWS else (rows, 1)
 
 
 def part_rows(row_bytes: int, piece: int) -> int:

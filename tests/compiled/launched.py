@@ -197,7 +197,7 @@ class _Call:
         sizes, count = (self.rows,) * WORLD_SIZE, 1 + self.variant.more
         self.of("matmul_scatter").MatmulScatter(
             OP, sizes, region_rows=self.rows, pitch=self.sums_pitch, to_all=self.flags["TO_ALL"], config=self.config,
-            scales=self.scaled, leaves=self.leaves, switch=self.switch,
+            scales=self.scaled, leaves=self.leaves, switch=self.switch, joined=self.flags.get("JOINED", False),
         )(
             self.channel, self.lefts(sum(sizes), count), self.rights(self.depth), self.table,
             self.scales(sum(sizes), count, sent=True),
@@ -236,7 +236,7 @@ class _Call:
             self.channel, OP, out, self.epilogue(out), region_rows=self.rows, pitch=self.sums_pitch,
             per_tile=self.flags["PER_TILE"], config=self.config, own=own if self.flags["OWN_IN_PLACE"] else None,
             result_row=0 if broadcast else None, result_pitch=pitch if broadcast and tree else None, tree=tree,
-            switch=self.switch,
+            switch=self.switch, joined_from=0 if self.flags.get("JOINED") else None,
         )  # fmt: skip
 
     def ring(self) -> None:

@@ -63,8 +63,7 @@ def _fused(
         assert a is not None
         a = a.t().contiguous().t() if strided else a
         pieces = {"PIECE_BYTES": 1, "COPY_BYTES": 1} if in_pieces else {}
-        joined_rows = mock.Mock(return_value=sum(sizes) if joined else 0) if op == GATHER else producer.joined_rows
-        with mock.patch.multiple(producer, joined_rows=joined_rows, **pieces), running(ws, op):
+        with mock.patch.multiple(producer, joins=mock.Mock(return_value=joined), **pieces), running(ws, op):
             lengths = () if "all_reduce" in op else sizes
             return finish(direct.results(op, ws, a, *others, sizes=lengths, dim=dim, algorithm=algorithm, **how))
 
@@ -99,6 +98,7 @@ FUSED: dict[str, Op] = {
     "gather rows, kept": _fused(GATHER, second=True),
     "gather contraction": _fused(GATHER, dim=1),
     "scatter rows": _fused(SCATTER),
+    "scatter rows, joined": _fused(SCATTER, joined=True),
     "scatter columns": _fused(SCATTER, dim=1),
     "scatter and gather": _fused(SCATTER, second=True),
     "matmul one_shot": _fused(MATMUL_ALL_REDUCE, algorithm="one_shot"),

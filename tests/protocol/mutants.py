@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fusedtp.kernels import gather_matmul, layout, push, signal
+from fusedtp.kernels import gather_matmul, layout, matmul_scatter, push, reduce, signal
 from fusedtp.schedules import decomposed, fused, producer
 from fusedtp.workspaces import steps
 from fusedtp.workspaces.workspace import Workspace
@@ -146,6 +146,15 @@ MUTANTS = (
         "leaves without its peers' entry", "all_gather",
         _edit(signal, "leave", "range(1, link.group.WORLD_SIZE)", "range(1, 1)"), says="overwritten",
         sizes=(3, 0),
+    ),
+    Mutant(
+        "signal to the first owner of a tile", "scatter rows, joined",
+        _edit(matmul_scatter, "_signal_owners", "mask &= (begin < end)", "mask &= (begin == 0) & (begin < end)"),
+        says="deadlock",
+    ),
+    Mutant(
+        "waits for the first tile of its rows", "scatter rows, joined",
+        _edit(reduce, "_wait_for_tiles", "last = ", "last = first if True else "), sizes=(1, 3), says="is read",
     ),
     Mutant(
         "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "+ GIVEN_UP) == 0", "+ GIVEN_UP) != 0"),

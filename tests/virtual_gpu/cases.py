@@ -35,7 +35,8 @@ FLOAT8 = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2
 MATMULS = (
     "gather rows", "gather rows joined", "gather rows split", "gather rows transposed", "gather rows own pushed",
     "gather rows and keep",
-    "gather contraction", "gather contraction split", "scatter rows", "scatter columns", "matmul one_shot",
+    "gather contraction", "gather contraction split", "scatter rows", "scatter rows joined", "scatter columns",
+    "matmul one_shot",
     "matmul one_shot split", "matmul one_shot in parts", "matmul two_shot", "matmul two_shot split",
     "matmul two_shot in parts", "scatter and gather",
 )  # fmt: skip
@@ -152,9 +153,10 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
             [torch.cat([x.flatten(), exact]) for x in rows.split(m_sizes)],
         )  # fmt: skip
     if kind == "scatter":
-        dim, sizes = (0, m_sizes) if how == "rows" else (1, split(N, world_size, shape.split, unit))
+        dim, sizes = (0, m_sizes) if how.startswith("rows") else (1, split(N, world_size, shape.split, unit))
+        start = joined if how.endswith("joined") else launches_of
         return (
-            lambda ws, rank: launches_of(
+            lambda ws, rank: start(
                 "matmul_reduce_scatter", ws, shards_k[rank], rights_k[rank], bias, sizes=sizes, dim=dim
             ),
             list(ref.split(sizes, dim)), list(summed.split(sizes, dim)),
@@ -182,7 +184,7 @@ def read(x: Pending, products: Any, leaves: int = 0) -> list[Any]:
 def joined(*what: Any, **options: Any) -> Phases:
     """Return the launches with tiles that join rows of several ranks."""
     phases = launches_of(*what, **options)
-    with mock.patch.object(producer, "joined_rows", return_value=1 << 30):
+    with mock.patch.object(producer, "joins", return_value=True):
         first = next(phases)
     yield first
     return (yield from phases)
@@ -248,7 +250,7 @@ def virtual_ranks(
             mock.patch.object(fused, "multiply", multiplies),
             mock.patch.object(forms, "multiply", multiplies),
             mock.patch.object(launch, "_num_multiprocessors", return_value=programs),
-            mock.patch.object(producer, "joined_rows", return_value=0),
+            mock.patch.object(producer, "joins", return_value=False),
             # Do not always take the tile that suits so few programs.
             mock.patch.object(launch, "shape_class", lambda rows, cols, **_: shape_class(rows, cols)),
         ):
