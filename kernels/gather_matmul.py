@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from .blocks import MOST_UNROLLED, Blocks, entry, pick
+from .cores import chosen
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
 from .epilogue import TileEpilogue, store_tile
 from .launch import Channel, Config, Memo, copy_rows_of, fitted, flattened, options
@@ -155,7 +156,8 @@ def _tile_at(ctx, index):
 
 
 @triton.jit
-def _locate_own_chunk_first(ctx, index):
+def locate_own_chunk_first(ctx, index):
+    """Return the tile at a work index, with tiles cut at shards, own shard first: a LOCATE hook."""
     index, columns, is_up = _tile_at(ctx, index)
     tile = locate_in_chunks(
         index, ctx.chunks.table, ctx.link.rank, columns, ctx.link.group.WORLD_SIZE, ctx.tiles
@@ -164,7 +166,8 @@ def _locate_own_chunk_first(ctx, index):
 
 
 @triton.jit
-def _locate_whole(ctx, index):
+def locate_whole_gathered(ctx, index):
+    """Return the tile at a work index of a C that is one chunk: a LOCATE hook."""
     index, columns, is_up = _tile_at(ctx, index)
     tile = locate_among(index, ctx.M, columns, ctx.tiles)
     return _beside(ctx, tile, is_up) if ctx.epilogue.GATED else tile
@@ -190,7 +193,11 @@ def _wait_for_shards(ctx, row, end_row, packed):
 @triton.jit
 def _arrived_or_own(ctx, src, tile, packed, arena_row, k_begin, k_len):
     # The tile's rows of rank src's shard: in place, or after a wait in the own half, from row `arena_row` on.
-    stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
+    if ctx.a.BY == "pointers":
+        stride = tl.full((), 0, tl.int64) + ctx.chunks.pitch
+    else:
+        # A descriptor has its own strides.
+        stride = 0
     layer = 0
     row = tile.row
     if ctx.tiles.SCALES == "blocks":
@@ -239,12 +246,14 @@ def _row(ctx, tile):
 
 
 @triton.jit
-def _a_gathered_rows(ctx, tile, i, packed):
+def a_gathered_rows(ctx, tile, i, packed):
+    """Return the tile's rows, which have arrived: an A_CHUNK hook. Waits for their pieces."""
     return _arrived_or_own(ctx, tile.chunk, tile, packed, _row(ctx, tile), 0, ctx.b.K[0])
 
 
 @triton.jit
-def _a_gathered_contraction(ctx, tile, i, packed):
+def a_gathered_contraction(ctx, tile, i, packed):
+    """Return the tile's rows of the i-th shard of the contraction, own first: an A_CHUNK hook. Waits for pieces."""
     src = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
     k_begin = tl.load(ctx.chunks.table + src)
     k_len = tl.load(ctx.chunks.table + src + 1) - k_begin
@@ -331,8 +340,8 @@ def _gather_matmul_kernel(
                 scales, PUSHERS, 0,
             ),
             first, num_programs - PUSHERS, end,
-            _locate_whole if CONTRACTION or chunks.JOINED else _locate_own_chunk_first,
-            _a_gathered_contraction if CONTRACTION else _a_gathered_rows, b_of_weight,
+            locate_whole_gathered if CONTRACTION or chunks.JOINED else locate_own_chunk_first,
+            a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight,
             _store_gathered if CONTRACTION else _store_gathered_rows, group.WORLD_SIZE if CONTRACTION else 1,
             _scaled_chunk if CONTRACTION and tiles.SCALES == "rows" else None,
         )  # fmt: skip
@@ -369,6 +378,8 @@ class GatherLaunchParams(NamedTuple):
     counts: tuple[int, int, int, int]
     pushers: int
     copy_rows: int
+    # The module of another core than the loop.
+    core: Any = None
 
 
 # Without eq, as prepared launches are looked up by their launcher's identity.
@@ -416,6 +427,9 @@ class GatherMatmul:
             layouts += x.shape, x.stride(), x.data_ptr() % 16
         key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(channel, a, bs, cs, pushed, epilogue))
+        if known.core is not None:
+            started: Started | None = known.core.gather(self, known, channel, a, bs, cs, epilogue, table, last)
+            return started
         (s0, s1), own, arena, config = a.stride(), None, None, known.config
         if known.a_by != "pointers":
             rows, cols = known.arena
@@ -472,4 +486,8 @@ class GatherMatmul:
             (a.shape[0], sum(sizes[:rank]) if on_rows else rank * M, num_tiles, skipped_rounds),
             pushers,
             copy_rows_of(config, a, pitch),
+            chosen(
+                config, [a], a_by, b_by, scales=self.scales, leaves=self.leaves, weights=len(bs), pushers=pushers,
+                switch=self.switch,
+            ),
         )  # fmt: skip

@@ -34,13 +34,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .descriptors import read_by
+from .blocks import MOST_UNROLLED, pick
+from .descriptors import of_arena, of_left, read_by
 from .epilogue import TileEpilogue, apply
-from .launch import FP_FUSION, Config
+from .gather_matmul import (
+    Chunks,
+    Gathered,
+    GatherLaunchParams,
+    GatherMatmul,
+    Shard,
+    a_gathered_contraction,
+    a_gathered_rows,
+    locate_own_chunk_first,
+    locate_whole_gathered,
+    work_indices,
+)
+from .launch import FP_FUSION, Channel, Config
 from .loading import Started, launch
 from .matmul import Whole, locate_whole, pack, unpack
-from .operands import Left, Operand, Right, b_of_term, left_of, outputs_of, right_of, tiles_of
-from .signal import cdiv
+from .operands import Left, Operand, Right, b_of_term, b_of_weight, left_of, outputs_of, right_of, tiles_of, weight_at
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal
 
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -104,9 +117,9 @@ def _load_tiles(
                 ring.packed.index(stage).store(gl.full([1], packed, gl.int32, NOTE))
                 mbarrier.expect(full, a.source.block_type.nbytes + b.source.block_type.nbytes)
                 if ctx.a.BY == "rows":
-                    _load(a.source, [a.row, a.first + k], full, ring.a.index(stage))
+                    _load(a.source, [a.layer, a.row, a.first + k], full, ring.a.index(stage))
                 else:
-                    _load(a.source, [a.first + k, a.row], full, ring.a.index(stage))
+                    _load(a.source, [a.layer, a.first + k, a.row], full, ring.a.index(stage))
                 if ctx.b.BY == "rows":
                     _load(b.source, [a.k_begin + k, b.col], full, ring.b.index(stage))
                 else:
@@ -125,6 +138,7 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
     STAGES: gl.constexpr = ring.full.shape[0]
     BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
+    BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     step = 0
     for _index in range(share.first, share.end, share.num_programs):
@@ -132,10 +146,11 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
         for k in range(share.num_steps):
             stage = step % STAGES
             mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
-            a = ring.a.index(stage)
+            if ctx.a.BY == "rows":
+                a = ring.a.index(stage).reshape((BLOCK_M, BLOCK_K))
+            else:
+                a = ring.a.index(stage).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
             b = ring.b.index(stage)
-            if ctx.a.BY != "rows":
-                a = a.permute((1, 0))
             if ctx.b.BY != "rows":
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a, b, acc, is_async=True)
@@ -184,25 +199,35 @@ def _store_by_pointers(epilogue, c, j, N, row, col, left, acc, ok):
 
 @gluon.jit
 def _store_tile(ctx, share, ring, j, N, row, col, left, acc, ok):
-    # The j-th C ends at its last row, a shard anywhere: then rows behind it are another tile's.
+    """Store the first `left` rows of a tile of the j-th C, which has ctx.M rows and N columns, or NaN if not `ok`."""
     if share.outs is None:
+        if ctx.epilogue.GATED:
+            # Up's tile loads what was stored of the gate's.
+            tl.debug_barrier()
         _store_by_pointers(ctx.epilogue, ctx.c, j, N, row, col, left, acc, ok)
     elif (left == ctx.tiles.BLOCK_M) | (row + left == ctx.M):
+        # What the descriptor drops is behind C's last row; behind a shard's are another tile's rows.
         if ok == 0:
             acc = gl.full(acc.shape, float("nan"), gl.float32, acc.type.layout)
-        _store_by_tma(share.outs[0], ring.c, row, col, acc)
+        _store_by_tma(pick(share.outs, j, ctx.b.COUNT), ring.c, row, col, acc)
     else:
         _store_by_pointers(ctx.epilogue, ctx.c, j, N, row, col, left, acc, ok)
 
 
 @gluon.jit
 def _store_whole(ctx, share, ring, row, packed, acc):
-    # The last rows of C end where its descriptor does.
     col, left, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
-    if share.outs is None:
-        _store_by_pointers(ctx.epilogue, ctx.c, 0, ctx.b.N[0], row, col, left, acc, 1)
-    else:
-        _store_by_tma(share.outs[0], ring.c, row, col, acc)
+    _store_tile(ctx, share, ring, 0, ctx.b.N[0], row, col, left, acc, 1)
+
+
+@gluon.jit
+def _store_gathered(ctx, share, ring, row, packed, acc):
+    col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
+    if ctx.chunks.ROWS_ALIGNED:
+        row = tl.multiple_of(row, 16)
+    j, begin = weight_at(ctx, col)
+    N = pick(ctx.b.N, j, ctx.b.COUNT)
+    _store_tile(ctx, share, ring, j, N, row, col - begin, left, acc, ok)
 
 
 @gluon.jit
@@ -261,12 +286,83 @@ def _warp_specialised_matmul_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _push_rows(link, src, stride, num_rows, cols, dst, dst_row, pitch, turn, num_pushers, PIECE: gl.constexpr):
+    # The pieces turn, turn + num_pushers, .. of the own rows, which are contiguous, to rank `dst`: 16 bytes a thread.
+    WIDTH: gl.constexpr = 16 * 8 // src.dtype.element_ty.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [1, 32], [gl.num_warps(), 1], [1, 0])
+    ROWS: gl.constexpr = 4 * gl.num_warps()
+    offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
+    offs_n = gl.arange(0, 32 * WIDTH, gl.SliceLayout(0, LAYOUT))
+    base = half(link, dst, src.dtype.element_ty)
+    for piece in range(turn, cdiv(num_rows, PIECE), num_pushers):
+        end = min((piece + 1) * PIECE, num_rows)
+        for row in range(piece * PIECE, end, ROWS):
+            rows = (row + offs_m)[:, None]
+            for col in range(0, cols, 32 * WIDTH):
+                columns = (col + offs_n)[None, :]
+                mask = (rows < end) & (columns < cols)
+                block = gl.load(src + rows * stride + columns, mask=mask)
+                gl.store(base + (dst_row + rows) * pitch + columns, block, mask=mask)
+        raise_signal(link, dst, piece + FIRST_SLOT)
+
+
+@gluon.jit
+def _push(link, a, pid, num_pushers, num_rows, dst_row, pitch, WITH_OWN: gl.constexpr, PIECE: gl.constexpr):
+    # `push_to_all` for rows without scales that are contiguous.
+    turn = pid
+    for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
+        dst = (link.rank + link.group.WORLD_SIZE - i) % link.group.WORLD_SIZE
+        _push_rows(link, a.ptr, a.stride_m, num_rows, a.cols, dst, dst_row, pitch, turn, num_pushers, PIECE)
+        turn = (turn + num_pushers - cdiv(num_rows, PIECE) % num_pushers) % num_pushers
+
+
+@gluon.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "skipped_rounds", "num_steps"])
+def _warp_specialised_gather_kernel(
+    a, b, c, outs, epilogue, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles,
+    skipped_rounds, num_steps, M, PUSHERS: gl.constexpr, CONTRACTION: gl.constexpr, LAST: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Push the own shard in the first programs, and multiply in the others: `_gather_matmul_kernel` on this core.
+
+    Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in the warp that loads. Raised by
+    programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
+    """
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
+    pid = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    if PUSHERS > 0:
+        enter(link, pid)
+    if PUSHERS > 0 and pid < PUSHERS:
+        _push(link, a, pid, PUSHERS, num_rows, dst_row, chunks.pitch, not a.IN_PLACE, chunks.PIECE)
+    else:
+        first, end = work_indices(
+            pid - PUSHERS, num_programs - PUSHERS, PUSHERS, skipped_rounds,
+            num_tiles // 2 if epilogue.GATED else num_tiles, epilogue.GATED,
+        )  # fmt: skip
+        _run(
+            Gathered(
+                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, skipped_rounds,
+                None, PUSHERS, 0,
+            ),
+            TileRange(first, num_programs - PUSHERS, end, num_steps, outs, 0), a.arena_desc, b.desc[0], STAGES,
+            REGISTERS, locate_whole_gathered if CONTRACTION or chunks.JOINED else locate_own_chunk_first,
+            a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight, _store_gathered,
+            group.WORLD_SIZE if CONTRACTION else 1,
+        )  # fmt: skip
+    if LAST:
+        leave(link, num_programs)
+
+
 def refusal(
-    config: Config, lefts: Sequence[torch.Tensor], a_by: str, b_by: str, *, scales: str = "", leaves: int = 0
-) -> str:
+    config: Config, lefts: Sequence[torch.Tensor], a_by: str, b_by: str, *, scales: str = "", leaves: int = 0,
+    weights: int = 1, pushers: int = 0, switch: bool = False,
+) -> str:  # fmt: skip
     """Return why a launch cannot have this core, or "".
 
-    lefts: A of each term. a_by, b_by: how operands are read. scales, leaves: as in `Tiles`.
+    - `lefts`: A of each term; `weights`: number of B side by side. a_by, b_by: how operands are read.
+    - `scales`, `leaves`: as in `Tiles`.
+    - `pushers`: programs of the kernel that push, to all ranks at once with `switch`.
     """
     dtype = lefts[0].dtype
     if "pointers" in (a_by, b_by):
@@ -277,6 +373,12 @@ def refusal(
         return "it adds no products in leaves"
     if len(lefts) > 1:
         return f"it adds one product, not {len(lefts)}"
+    if weights > MOST_UNROLLED.value:
+        return f"it has descriptors of {MOST_UNROLLED.value} weights at most, not {weights}"
+    if switch:
+        return "its programs push to each rank, not to all at once"
+    if pushers and lefts[0].stride(1) != 1:
+        return "its programs push contiguous rows"
     warpgroups, rest = divmod(config.block_m, 64)
     if rest or config.num_warps != 4 * warpgroups:
         return f"a warpgroup of four warps has 64 rows, not {config.block_m} rows for {config.num_warps} warps"
@@ -291,30 +393,37 @@ def stages_of(config: Config, itemsize: int) -> int:
     return min(_MOST_STAGES, (_RING_BYTES - config.block_m * config.block_n // 2 * itemsize) // stage)
 
 
-def _described(x: torch.Tensor, rows: int, cols: int, by: str = "rows") -> TensorDescriptor:
-    # A matrix in blocks of rows x cols, or its transpose if columns are contiguous.
-    step = 1 if by == "rows" else -1
-    block = [rows, cols][::step]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[x.dtype])
-    return TensorDescriptor(x, list(x.shape)[::step], list(x.stride())[::step], block, layout)
+def _layout(block: list[int], dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[dtype])
+
+
+def _of_gluon(described: Any) -> TensorDescriptor:
+    """Return the descriptor of `descriptors` as one of Gluon."""
+    block = described.block_shape
+    return TensorDescriptor(
+        described.base, described.shape, described.strides, block, _layout(block, described.base.dtype)
+    )
 
 
 def _left_of(a: torch.Tensor, by: str, config: Config) -> Left:
-    desc = _described(a, config.block_m, config.block_k, by)
-    return left_of([a], by, config)._replace(desc=(desc,))
+    found = left_of([a], by, config)
+    return found._replace(desc=tuple(map(_of_gluon, found.desc)))
 
 
 def _right_of(matrices: Sequence[torch.Tensor], by: str, config: Config, *, terms: bool = True) -> Right:
-    descs = tuple([_described(b, config.block_k, config.block_n, by) for b in matrices])
-    return right_of(matrices, by, config, terms=terms)._replace(desc=descs)
+    found = right_of(matrices, by, config, terms=terms)
+    return found._replace(desc=tuple(map(_of_gluon, found.desc)))
 
 
 def _outs_of(cs: Sequence[torch.Tensor], epilogue: TileEpilogue, config: Config) -> tuple[TensorDescriptor, ...] | None:
     """Return the descriptors of C for TMA, or None if tiles have an epilogue, or a C has no descriptor."""
+    block = [config.block_m, config.block_n // 2]
     steps = epilogue.bias is not None or epilogue.residual is not None or epilogue.z is not None
     if steps or epilogue.ACTIVATION.value or any(read_by(c, config) != "rows" for c in cs):
         return None
-    return tuple([_described(c, config.block_m, config.block_n // 2) for c in cs])
+    return tuple([
+        TensorDescriptor(c, list(c.shape), list(c.stride()), block, _layout(block, c.dtype)) for c in cs
+    ])  # fmt: skip
 
 
 def _options(config: Config) -> dict[str, Any]:
@@ -329,4 +438,24 @@ def matmul(
         _left_of(a, a_by, config), _right_of([b], b_by, config), outputs_of(c), _outs_of([c], epilogue, config),
         epilogue, tiles_of(config, flatten=False), a.shape[0], stages_of(config, a.element_size()), _LOADER_REGISTERS,
         **_options(config),
+    )  # fmt: skip
+
+
+def gather(
+    of: GatherMatmul, known: GatherLaunchParams, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor],
+    cs: Sequence[torch.Tensor], epilogue: TileEpilogue, table: torch.Tensor, last: bool,
+) -> Started | None:  # fmt: skip
+    """Launch c = gather(a) @ b for each b, which `refusal` has allowed; `of`: the launcher, `known`: its parameters."""
+    config, (rows, cols) = known.config, known.arena
+    arena = _of_gluon(of_arena(channel, a.dtype, rows, cols, of.pitch, config))
+    own = _of_gluon(of_left(a, "rows", config)) if a.numel() and a.stride(1) == 1 else arena
+    a_by, in_place, *chunks = known.flags
+    lengths = [bs[0].shape[0]] if of.on_rows else of.sizes
+    num_steps = sum(-(-length // config.block_k) for length in lengths)
+    return launch(_warp_specialised_gather_kernel, known.grid)(
+        Shard(a, own, arena, a.stride(0), a.stride(1), a.shape[1], a_by, in_place),
+        _right_of(bs, known.b_by, config, terms=False), outputs_of(*cs), _outs_of(cs, epilogue, config), epilogue,
+        known.tiles, Chunks(table, of.pitch, *chunks), channel.group(of.op), channel.rank, channel.fingerprint,
+        *known.counts, num_steps, cs[0].shape[0], known.pushers, not of.on_rows, last,
+        stages_of(config, a.element_size()), _WAITER_REGISTERS, **_options(config),
     )  # fmt: skip

@@ -14,24 +14,28 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from fusedtp import reference
 from fusedtp.epilogue import Epilogue
-from fusedtp.kernels import cores
+from fusedtp.kernels import configs, cores
 from fusedtp.kernels.configs import SHAPES, Config, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
 
+from .virtual_gpu import cases, giveups
 from .virtual_gpu.driver import EmulatedDriver, device
 from .virtual_gpu.machine import Schedule
-from .virtual_gpu.shapes import laid_out
+from .virtual_gpu.shapes import Shape, laid_out
 
 pytestmark = pytest.mark.emulated
 
-KERNEL = "_warp_specialised_matmul_kernel"
+KERNEL, GATHER = "_warp_specialised_matmul_kernel", "_warp_specialised_gather_kernel"
+# Schedules for each case; the ordinary tests run a sample.
+SEEDS = {"all": 8, "write": 8, "few": 1}.get(os.environ.get("FUSEDTP_EMULATION", ""), 3)
 
 
 @pytest.fixture
@@ -132,3 +136,61 @@ def test_a_launch_that_is_not_served_has_the_loop(gpu: EmulatedDriver, what: str
     assert run(gpu, 1) == {"_matmul_kernel"}
     exact = sum(reference.matmul(a, b) for a, b in terms)
     reference.check(c, exact, sum(reference.bound(a, b, dtype) for a, b in terms), what)
+
+
+@pytest.fixture
+def ops(gpu: EmulatedDriver) -> Iterator[EmulatedDriver]:
+    """Let every op of 16 bits on sm_90 choose this core."""
+    rows = {shape: replace(each, core=cores.WARP_SPECIALISED) for shape, each in configs.TABLE["sm_90"].items()}
+    with mock.patch.dict(configs.TABLE, {"sm_90": rows}):
+        yield gpu
+
+
+def hostile(seed: int) -> Schedule:
+    return Schedule(
+        seed, stale=(0.5, 1.0, 0.8)[seed % 3], drain=(0.05, 0.005, 0.02, 0.3)[seed % 4], tick=0.001,
+        residents=(64, 1, 3, 2)[seed % 4],
+    )  # fmt: skip
+
+
+# Uneven shards of rows end inside a tile; shards of the contraction have whole blocks of K.
+UNEVEN, WHOLE = Shape(176, 272, 144, "uneven"), Shape(176, 272, 384, "even")
+GATHERED = {
+    "gather rows": (UNEVEN, GATHER), "gather rows split": (UNEVEN, GATHER), "gather rows joined": (UNEVEN, GATHER),
+    "gather rows transposed": (UNEVEN, GATHER), "gather rows and keep": (UNEVEN, GATHER),
+    "gather contraction": (WHOLE, GATHER), "gather contraction split": (WHOLE, GATHER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("op", GATHERED)
+def test_ops(ops: EmulatedDriver, op: str, dtype: str) -> None:
+    """Two epochs on two to four ranks, under schedules that let each role run late, with and without an epilogue."""
+    shape, kernel = GATHERED[op]
+    for seed in range(SEEDS):
+        world_size = (2, 3, 4)[seed % 3] if op != "gather rows joined" or shape.split == "even" else 2
+        how = replace(shape, bias=seed % 2 == 0, K=shape.K if world_size != 4 else shape.K * 4 // 3 // 64 * 64)
+        assert cases.run(ops, [op, op], world_size, cases.DTYPES[dtype], how, hostile(seed)).executed
+    assert kernel in {program.name for program in ops.programs.values()}
+    assert not any(program.name == "_gather_matmul_kernel" for program in ops.programs.values())
+
+
+@pytest.mark.parametrize("op", ["gather rows", "gather rows split"])
+def test_empty_shards(ops: EmulatedDriver, op: str) -> None:
+    for seed in range(SEEDS):
+        shape = cases.small(90, torch.bfloat16, "empty")
+        assert cases.run(ops, [op], 3, torch.bfloat16, shape, hostile(seed)).executed
+    assert GATHER in {program.name for program in ops.programs.values()}
+
+
+@pytest.mark.parametrize("op", ["gather rows", "gather rows split", "gather contraction"])
+def test_a_missing_rank_is_reported_and_its_rows_are_nan(ops: EmulatedDriver, op: str) -> None:
+    """The warp that loads gives up, and tells the warps that store."""
+    shape, gave_up = GATHERED[op][0], 0
+    for seed in range(2, 3 + SEEDS):
+        how = Schedule(seed, drain=(0.02, 0.2)[seed % 2])
+        giveups.missing(ops, op, 3, torch.bfloat16, shape, how)
+        gave_up += giveups.late(ops, op, 3, torch.bfloat16, shape, how, seed - 1)
+        giveups.stopped(ops, op, 3, torch.bfloat16, shape, how)
+    assert gave_up
+    assert GATHER in {program.name for program in ops.programs.values()}
