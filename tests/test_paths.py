@@ -75,8 +75,8 @@ def _once(function: Callable[[], Any], late: float) -> tuple[list[Step], Any]:
     return [step for step, _ in itertools.groupby(steps)], result
 
 
-# Limits of calls and files, with the function itself: to a launch, and to a matmul of the library, before which the host
-# signals and waits. A layer also reads and unwraps its parameters. Backward begins at the node of autograd's graph.
+# Limits of calls and files, with the function itself: to a launch, and to a matmul of the library, before which the
+# host signals and waits. A layer also reads and unwraps its parameters. Backward begins at the node of a graph.
 LAUNCH_CALLS, LAUNCH_FILES, CALLS, FILES, LAYER_CALLS, LAYER_FILES, BACKWARD_CALLS = 18, 9, 19, 10, 23, 11, 20
 FUNCTIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "fsdp_linear")
 ROOT = Path(__file__).parent.parent
