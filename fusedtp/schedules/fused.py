@@ -33,7 +33,6 @@ from ..kernels.ring import ring
 from ..op import MATMUL_ALL_REDUCE, Product, Task
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes, unpacked
 from ..shards import even_sizes, offsets
-from ..torch_private import outside_inference
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
@@ -425,7 +424,8 @@ class OneKernel:
             scales=on.scales, switch=switch,
             adders=0 if few else num_adders(on.ws.hardware, on.world_size),
         )  # fmt: skip
-        self._arrivals: Tensor | None = None
+        # Programs count parts of tiles by them.
+        assert config.programs <= on.ws.counters.numel()
         self._tile = None if any(self._epilogue.operands) else epilogue_of([self._epilogue])
 
     @property
@@ -444,12 +444,5 @@ class OneKernel:
             scales = scales_of([a], [b], channel.data.view(task.dtype))
             a, b = a.data, b.data
         out = operands["out"] if "out" in operands else torch.empty(task.moved, dtype=task.dtype, device=ws.device)
-        arrivals = self._arrivals if self._arrivals is not None else self._zeros()
-        self._launch(channel, a, b, scales, out, tile, arrivals, **self._places)
+        self._launch(channel, a, b, scales, out, tile, ws.counters, **self._places)
         return epilogue.with_norm(out)
-
-    @outside_inference
-    def _zeros(self) -> Tensor:
-        # Programs count in these, and kernels leave them at zero.
-        self._arrivals = torch.zeros(self._config.programs, dtype=torch.int32, device=self._ws.device)
-        return self._arrivals

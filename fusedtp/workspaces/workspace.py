@@ -34,6 +34,8 @@ from .streams import Turns
 
 _MIN_SLOTS = 64
 _MIN_HALF_BYTES = 1 << 16
+# More than any GPU has multiprocessors.
+_NUM_COUNTERS = 1024
 # Size of the cache of views. Making a view takes longer than a lookup.
 _MAX_VIEWS = 1024
 # Number of cached tables of row offsets, because numbers of rows may never repeat.
@@ -79,6 +81,9 @@ class Workspace(Failing):
         self.slots = self.half_bytes = 0
         self.seconds = timeouts.of_present(None) if seconds is None else seconds
         self.failure: RuntimeError | RanksDisagree | None = None
+        # Programs of this rank count by them, and kernels leave them at zero. Made before any op, as an op that is
+        # captured would zero its own at every replay.
+        self.counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
         # On a CPU an op has ended when its call returns.
         self.meanings = Fingerprints()
         self.made = False
