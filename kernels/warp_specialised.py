@@ -53,7 +53,22 @@ from .launch import FP_FUSION, Channel, Config
 from .loading import Started, launch
 from .matmul import Whole, locate_whole, pack, unpack
 from .operands import Left, Operand, Right, b_of_term, b_of_weight, left_of, outputs_of, right_of, tiles_of, weight_at
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal
+from .signal import (
+    ENTRY_SLOT,
+    FIRST_SLOT,
+    GIVEN_UP,
+    LANES,
+    SIGNALS,
+    Link,
+    begin,
+    cdiv,
+    fingerprint_of,
+    half,
+    header,
+    leave,
+    raise_signal,
+    read,
+)
 
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -287,6 +302,31 @@ def _warp_specialised_matmul_kernel(
 
 
 @gluon.jit
+def _enter(link):
+    # `enter`, which leaves the layout of its lanes to the compiler, as Gluon does not.
+    if read(header(link.group, link.rank) + GIVEN_UP) == 0:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ranks = gl.arange(0, LANES, LAYOUT)
+        for first in range(0, link.group.WORLD_SIZE, LANES):
+            dst = first + ranks
+            headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+            fingerprint = gl.full([LANES], link.fingerprint, gl.int64, LAYOUT)
+            gl.atomic_xchg(
+                fingerprint_of(link, headers, link.rank), fingerprint, mask=dst < link.group.WORLD_SIZE,
+                sem="relaxed", scope="sys",
+            )  # fmt: skip
+        tl.debug_barrier()
+        for first in range(0, link.group.WORLD_SIZE, LANES):
+            dst = first + ranks
+            headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+            gl.atomic_xchg(
+                headers + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE + link.rank,
+                gl.full([LANES], link.epoch, gl.int32, LAYOUT),
+                mask=(dst < link.group.WORLD_SIZE) & (dst != link.rank), sem="release", scope="sys",
+            )  # fmt: skip
+
+
+@gluon.jit
 def _push_rows(link, src, stride, num_rows, cols, dst, dst_row, pitch, turn, num_pushers, PIECE: gl.constexpr):
     # The pieces turn, turn + num_pushers, .. of the own rows, which are contiguous, to rank `dst`: 16 bytes a thread.
     WIDTH: gl.constexpr = 16 * 8 // src.dtype.element_ty.primitive_bitwidth
@@ -332,7 +372,8 @@ def _warp_specialised_gather_kernel(
     pid = gl.program_id(0)
     num_programs = gl.num_programs(0)
     if PUSHERS > 0:
-        enter(link, pid)
+        if pid == 0:
+            _enter(link)
     if PUSHERS > 0 and pid < PUSHERS:
         _push(link, a, pid, PUSHERS, num_rows, dst_row, chunks.pitch, not a.IN_PLACE, chunks.PIECE)
     else:
