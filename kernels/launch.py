@@ -30,6 +30,7 @@ class Channel:
     - `data`: both halves of the own arena (uint8).
     - `half_bytes`, `data_offset`: bytes of a half, and bytes in an arena before its halves.
     - `fingerprint`: int64, of the current op; see `signal`.
+    - `arenas`: both halves of every rank's arena (uint8), for launches that describe them.
     """
 
     peers: torch.Tensor
@@ -39,6 +40,7 @@ class Channel:
     half_bytes: int
     data_offset: int
     fingerprint: int = 0
+    arenas: tuple[torch.Tensor, ...] = ()
 
     def __post_init__(self) -> None:
         self.groups: dict[int, RankGroup] = {}

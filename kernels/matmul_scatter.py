@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .blocks import MOST_UNROLLED, Blocks, pick
+from .cores import chosen
 from .descriptors import fitted_to, read_by_all, whole_leaves
 from .launch import Channel, Config, Memo, in_16_bytes, options
 from .loading import Started, launch
@@ -51,7 +52,8 @@ class Partial(NamedTuple):
 
 
 @triton.jit
-def _locate_own_chunk_last(ctx, tile):
+def locate_own_chunk_last(ctx, tile):
+    """Return the tile-th tile, with tiles cut at owners, own rows last: a LOCATE hook."""
     num_tiles_n = cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N)
     return locate_in_chunks(tile, ctx.table, ctx.link.rank + 1, num_tiles_n, ctx.link.group.WORLD_SIZE, ctx.tiles)
 
@@ -172,7 +174,7 @@ def _matmul_scatter_kernel(
             JOINED, 0,
         ),
         pid, tl.num_programs(0), num_tiles,
-        locate_whole if TO_ALL or JOINED else _locate_own_chunk_last, a_of_term, b_of_term,
+        locate_whole if TO_ALL or JOINED else locate_own_chunk_last, a_of_term, b_of_term,
         _store_to_all if TO_ALL else (_store_to_owners if JOINED else _store_to_owner), b.COUNT,
         scaled_term if tiles.SCALES == "rows" and b.COUNT > 1 else None,
     )  # fmt: skip
@@ -199,15 +201,29 @@ class MatmulScatter:
     @prepares
     def __call__(
         self, channel: Channel, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], table: torch.Tensor,
-        scales: Scales | None = None,
+        scales: Scales | None = None, arenas: tuple[torch.Tensor, ...] = (),
     ) -> Started | None:  # fmt: skip
-        """Launch the kernel; lefts, rights: a and b of each term."""
+        """Launch the kernel; lefts, rights: a and b of each term. arenas: the channel's, for a core that takes them."""
         assert len(lefts) == 1 or not self._to_all
         layouts: list[object] = [lefts[0].dtype]
         for x in (*lefts, *rights):
             layouts += x.shape, x.stride(), x.data_ptr() % 16
         key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
+        if known.core is not None:
+            started: Started | None = known.core.scatter(
+                known,
+                channel,
+                lefts[0],
+                rights[0],
+                table,
+                arenas,
+                op=self._op,
+                sizes=self._sizes,
+                region_rows=self._region_rows,
+                pitch=self._pitch,
+            )
+            return started
         # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
         group = channel.groups.get(self._op) or channel.group(self._op)
         blocks = Blocks(len(lefts), lefts[0].device) if len(lefts) > MOST_UNROLLED.value else None
@@ -232,4 +248,8 @@ class MatmulScatter:
         num_tiles = sum(-(-rows // config.block_m) for rows in chunks) * -(-rights[0].shape[1] // config.block_n)
         a_by, b_by = read_by_all(lefts, config), read_by_all(rights, config)
         tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)
-        return LaunchParams(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by))
+        core = chosen(
+            config, lefts, a_by, b_by, scales=self._scales, leaves=leaves, switch=self._switch,
+            owners=self._to_all or self._joined,
+        )  # fmt: skip
+        return LaunchParams(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by), core=core)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -139,7 +139,7 @@ class Columns(NamedTuple):
 
 
 class LaunchParams(NamedTuple):
-    """Launch parameters of a kernel that scatters; splits, roles: of `matmul_all_reduce`."""
+    """Launch parameters of a kernel that scatters; splits, roles: of `matmul_all_reduce`; core: as in a gather."""
 
     config: Config
     a_by: str
@@ -149,6 +149,7 @@ class LaunchParams(NamedTuple):
     options: dict[str, int]
     splits: int = 1
     roles: tuple[int, int, int] = (0, 0, 0)
+    core: Any = None
 
 
 # The last field of a tuple, as a launch passes it; see `Link` in `signal`.

@@ -7,7 +7,11 @@ warps that multiply. The hooks are those of `matmul`:
     LOCATE(ctx, index) -> Tile                  place of a tile
     A_CHUNK(ctx, tile, i, packed) -> Operand    i-th chunk of A for a tile, a descriptor; waits for the chunk
     B_CHUNK(ctx, tile, i) -> Columns            columns of B, a descriptor
-    STORE(ctx, share, ring, row, packed, acc) stores a tile that begins at row `row` of C
+    STORE(ctx, share, ring, row, chunk, packed, acc, late) -> late
+                                                stores a tile that begins at row `row` of C, in a chunk
+    END(ctx, late)                              ends a program's tiles
+
+`late` stands for what a tile leaves to do behind the next tile's contraction, as a TMA store takes a while to be seen.
 
 Each stage has two mbarriers. `full` completes when its copies have arrived, `empty` when both warpgroups have
 multiplied them. A note of the tile lies beside the stage, under the same mbarriers.
@@ -52,8 +56,36 @@ from .gather_matmul import (
 from .launch import FP_FUSION, Channel, Config
 from .loading import Started, launch
 from .matmul import Whole, locate_whole, pack, unpack
-from .operands import Left, Operand, Right, b_of_term, b_of_weight, left_of, outputs_of, right_of, tiles_of, weight_at
-from .signal import FIRST_SLOT, Link, begin, cdiv, enter, half, leave, raise_signal
+from .matmul_scatter import Partial, locate_own_chunk_last
+from .operands import (
+    LaunchParams,
+    Left,
+    Operand,
+    Right,
+    b_of_term,
+    b_of_weight,
+    left_of,
+    outputs_of,
+    right_of,
+    tiles_of,
+    weight_at,
+)
+from .signal import (
+    ENTRY_SLOT,
+    FIRST_SLOT,
+    GIVEN_UP,
+    LANES,
+    SIGNALS,
+    Link,
+    begin,
+    cdiv,
+    fingerprint_of,
+    half,
+    header,
+    leave,
+    raise_signal,
+    read,
+)
 
 # Renamed in Triton 3.9.
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -69,7 +101,7 @@ _RING_BYTES = 226 << 10
 
 
 class Ring(NamedTuple):
-    """Shared memory: stages of A and B, half a tile of C, mbarriers, and notes: a tile's row of C, and `packed`."""
+    """Shared memory: stages of A and B, half a tile of C, mbarriers, and notes: row of C and chunk, and `packed`."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -77,6 +109,7 @@ class Ring(NamedTuple):
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
+    chunks: gl.shared_memory_descriptor
     packed: gl.shared_memory_descriptor
 
 
@@ -114,6 +147,7 @@ def _load_tiles(
                 full = ring.full.index(stage)
                 mbarrier.wait(ring.empty.index(stage), (step // STAGES & 1) ^ 1)
                 ring.rows.index(stage).store(gl.full([1], tile.begin + tile.row, gl.int32, NOTE))
+                ring.chunks.index(stage).store(gl.full([1], tile.chunk, gl.int32, NOTE))
                 ring.packed.index(stage).store(gl.full([1], packed, gl.int32, NOTE))
                 mbarrier.expect(full, a.source.block_type.nbytes + b.source.block_type.nbytes)
                 if ctx.a.BY == "rows":
@@ -134,13 +168,14 @@ def _note(notes, stage):
 
 
 @gluon.jit
-def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
+def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr, END: gl.constexpr):
     STAGES: gl.constexpr = ring.full.shape[0]
     BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
     BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     step = 0
+    late = share.num_steps * 0 - 1
     for _index in range(share.first, share.end, share.num_programs):
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=MMA)
         for k in range(share.num_steps):
@@ -161,27 +196,29 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         last = (step + STAGES - 1) % STAGES
         row = _note(ring.rows, last)
+        chunk = _note(ring.chunks, last)
         packed = _note(ring.packed, last)
         mbarrier.arrive(ring.empty.index(last))
-        STORE(ctx, share, ring, row, packed, acc)
+        late = STORE(ctx, share, ring, row, chunk, packed, acc, late)
+    END(ctx, late)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def _store_by_tma(desc, buffer, row, col, acc):
+def _store_by_tma(desc, buffer, layer, row, col, acc):
     HALF: gl.constexpr = acc.shape[1] // 2
     lo, hi = acc.reshape((acc.shape[0], 2, HALF)).permute((0, 2, 1)).split()
-    _store_half(desc, buffer, row, col, lo)
-    _store_half(desc, buffer, row, col + HALF, hi)
+    _store_half(desc, buffer, layer, row, col, lo)
+    _store_half(desc, buffer, layer, row, col + HALF, hi)
 
 
 @gluon.jit
-def _store_half(desc, buffer, row, col, half):
+def _store_half(desc, buffer, layer, row, col, part):
     # The store before must have read the buffer.
     tma.store_wait(pendings=0)
-    buffer.store(half.to(desc.dtype))
+    buffer.reshape((part.shape[0], part.shape[1])).store(part.to(desc.dtype))
     fence_async_shared()
-    _store(desc, [row, col], buffer)
+    _store(desc, [layer, row, col], buffer)
 
 
 @gluon.jit
@@ -209,31 +246,75 @@ def _store_tile(ctx, share, ring, j, N, row, col, left, acc, ok):
         # What the descriptor drops is behind C's last row; behind a shard's are another tile's rows.
         if ok == 0:
             acc = gl.full(acc.shape, float("nan"), gl.float32, acc.type.layout)
-        _store_by_tma(pick(share.outs, j, ctx.b.COUNT), ring.c, row, col, acc)
+        _store_by_tma(pick(share.outs, j, ctx.b.COUNT), ring.c, 0, row, col, acc)
     else:
         _store_by_pointers(ctx.epilogue, ctx.c, j, N, row, col, left, acc, ok)
 
 
 @gluon.jit
-def _store_whole(ctx, share, ring, row, packed, acc):
-    col, left, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
-    _store_tile(ctx, share, ring, 0, ctx.b.N[0], row, col, left, acc, 1)
+def _no_end(ctx, late):
+    pass
 
 
 @gluon.jit
-def _store_gathered(ctx, share, ring, row, packed, acc):
+def _store_whole(ctx, share, ring, row, chunk, packed, acc, late):
+    col, left, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
+    _store_tile(ctx, share, ring, 0, ctx.b.N[0], row, col, left, acc, 1)
+    return late
+
+
+@gluon.jit
+def _store_gathered(ctx, share, ring, row, chunk, packed, acc, late):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
     if ctx.chunks.ROWS_ALIGNED:
         row = tl.multiple_of(row, 16)
     j, begin = weight_at(ctx, col)
     N = pick(ctx.b.N, j, ctx.b.COUNT)
     _store_tile(ctx, share, ring, j, N, row, col - begin, left, acc, ok)
+    return late
+
+
+@gluon.jit
+def _store_to_owner(ctx, share, ring, row, chunk, packed, acc, late):
+    _signal_late(ctx, late)
+    col, _, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
+    in_chunk = row - tl.load(ctx.table + chunk)
+    # The owner's descriptor ends at the region's last row.
+    _store_by_tma(
+        pick_any(share.outs, chunk, ctx.link.group.WORLD_SIZE), ring.c, ctx.link.epoch & 1, ctx.region_row + in_chunk,
+        col, acc,
+    )  # fmt: skip
+    # As `_slot_of`.
+    slot = in_chunk // ctx.tiles.BLOCK_M * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + col // ctx.tiles.BLOCK_N + FIRST_SLOT
+    return slot * ctx.link.group.WORLD_SIZE + chunk
+
+
+@gluon.jit
+def _signal_late(ctx, late):
+    # Signal a tile that has been stored to its owner, if there is one: by then the store has ended, or soon will have.
+    if late >= 0:
+        # Each thread waits for its stores to be seen, not only to have read; Triton before 3.8 has no op for that.
+        late = gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [late], dtype=gl.int32, is_pure=False, pack=1
+        )
+        raise_signal(ctx.link, late % ctx.link.group.WORLD_SIZE, late // ctx.link.group.WORLD_SIZE)
+
+
+@gluon.jit
+def pick_any(column, j, COUNT: gl.constexpr):
+    """Return the j-th of COUNT descriptors."""
+    found = column[0]
+    for i in gl.static_range(1, COUNT):
+        if j == i:
+            found = column[i]
+    return found
 
 
 @gluon.jit
 def _run(
     ctx, share, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
     A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, STORE: gl.constexpr, NUM_K_CHUNKS: gl.constexpr,
+    END: gl.constexpr = _no_end,
 ):  # fmt: skip
     # a_desc, b_desc: one of the descriptors of each, as all have one block.
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
@@ -247,16 +328,17 @@ def _run(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
+    chunks = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     packed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     # TMA counts at the mbarriers, in another proxy.
     fence_async_shared()
-    ring = Ring(a, b, c, full, empty, rows, packed)
+    ring = Ring(a, b, c, full, empty, rows, chunks, packed)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (ctx, share, ring, STORE)),
+            (_multiply_tiles, (ctx, share, ring, STORE, END)),
             (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, NUM_K_CHUNKS)),
         ],
         [1],
@@ -284,6 +366,31 @@ def _warp_specialised_matmul_kernel(
         Whole(a, b, c, epilogue, None, tiles, M, 0), share, a.desc[0], b.desc[0], STAGES, REGISTERS,
         locate_whole, _a_whole, b_of_term, _store_whole, 1,
     )  # fmt: skip
+
+
+@gluon.jit
+def _enter(link):
+    # `enter`, which leaves the layout of its lanes to the compiler, as Gluon does not.
+    if read(header(link.group, link.rank) + GIVEN_UP) == 0:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        ranks = gl.arange(0, LANES, LAYOUT)
+        for first in range(0, link.group.WORLD_SIZE, LANES):
+            dst = first + ranks
+            headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+            fingerprint = gl.full([LANES], link.fingerprint, gl.int64, LAYOUT)
+            gl.atomic_xchg(
+                fingerprint_of(link, headers, link.rank), fingerprint, mask=dst < link.group.WORLD_SIZE,
+                sem="relaxed", scope="sys",
+            )  # fmt: skip
+        tl.debug_barrier()
+        for first in range(0, link.group.WORLD_SIZE, LANES):
+            dst = first + ranks
+            headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+            gl.atomic_xchg(
+                headers + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE + link.rank,
+                gl.full([LANES], link.epoch, gl.int32, LAYOUT),
+                mask=(dst < link.group.WORLD_SIZE) & (dst != link.rank), sem="release", scope="sys",
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -332,7 +439,8 @@ def _warp_specialised_gather_kernel(
     pid = gl.program_id(0)
     num_programs = gl.num_programs(0)
     if PUSHERS > 0:
-        enter(link, pid)
+        if pid == 0:
+            _enter(link)
     if PUSHERS > 0 and pid < PUSHERS:
         _push(link, a, pid, PUSHERS, num_rows, dst_row, chunks.pitch, not a.IN_PLACE, chunks.PIECE)
     else:
@@ -354,15 +462,39 @@ def _warp_specialised_gather_kernel(
         leave(link, num_programs)
 
 
+@gluon.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
+def _warp_specialised_scatter_kernel(
+    a, b, outs, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
+
+    outs: a descriptor of this rank's region in each owner's half. Waits for nothing.
+    """
+    epoch = begin(group, rank)
+    num_programs = gl.num_programs(0)
+    if gl.program_id(0) == num_programs - 1:
+        _enter(Link(group, rank, epoch, fingerprint, 0))
+    _run(
+        Partial(
+            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, None, False, False, 0
+        ),
+        TileRange(gl.program_id(0), num_programs, num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0),
+        a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _store_to_owner, 1,
+        _signal_late,
+    )  # fmt: skip
+
+
 def refusal(
     config: Config, lefts: Sequence[torch.Tensor], a_by: str, b_by: str, *, scales: str = "", leaves: int = 0,
-    weights: int = 1, pushers: int = 0, switch: bool = False,
+    weights: int = 1, pushers: int = 0, switch: bool = False, owners: bool = False,
 ) -> str:  # fmt: skip
     """Return why a launch cannot have this core, or "".
 
     - `lefts`: A of each term; `weights`: number of B side by side. a_by, b_by: how operands are read.
     - `scales`, `leaves`: as in `Tiles`.
-    - `pushers`: programs of the kernel that push, to all ranks at once with `switch`.
+    - `pushers`: programs of the kernel that push.
+    - `switch`: tiles or pieces go through the switch. owners: a tile has several owners.
     """
     dtype = lefts[0].dtype
     if "pointers" in (a_by, b_by):
@@ -376,7 +508,9 @@ def refusal(
     if weights > MOST_UNROLLED.value:
         return f"it has descriptors of {MOST_UNROLLED.value} weights at most, not {weights}"
     if switch:
-        return "its programs push to each rank, not to all at once"
+        return "it stores to each rank, not through the switch"
+    if owners:
+        return "a tile that it stores has one owner"
     if pushers and lefts[0].stride(1) != 1:
         return "its programs push contiguous rows"
     warpgroups, rest = divmod(config.block_m, 64)
@@ -417,12 +551,13 @@ def _right_of(matrices: Sequence[torch.Tensor], by: str, config: Config, *, term
 
 def _outs_of(cs: Sequence[torch.Tensor], epilogue: TileEpilogue, config: Config) -> tuple[TensorDescriptor, ...] | None:
     """Return the descriptors of C for TMA, or None if tiles have an epilogue, or a C has no descriptor."""
-    block = [config.block_m, config.block_n // 2]
+    block = [1, config.block_m, config.block_n // 2]
     steps = epilogue.bias is not None or epilogue.residual is not None or epilogue.z is not None
     if steps or epilogue.ACTIVATION.value or any(read_by(c, config) != "rows" for c in cs):
         return None
     return tuple([
-        TensorDescriptor(c, list(c.shape), list(c.stride()), block, _layout(block, c.dtype)) for c in cs
+        TensorDescriptor(c, [1, *c.shape], [c.shape[0] * c.stride(0), *c.stride()], block, _layout(block, c.dtype))
+        for c in cs
     ])  # fmt: skip
 
 
@@ -458,4 +593,24 @@ def gather(
         known.tiles, Chunks(table, of.pitch, *chunks), channel.group(of.op), channel.rank, channel.fingerprint,
         *known.counts, num_steps, cs[0].shape[0], known.pushers, not of.on_rows, last,
         stages_of(config, a.element_size()), _WAITER_REGISTERS, **_options(config),
+    )  # fmt: skip
+
+
+def scatter(
+    known: LaunchParams, channel: Channel, a: torch.Tensor, b: torch.Tensor, table: torch.Tensor,
+    arenas: Sequence[torch.Tensor], *, op: int, sizes: Sequence[int], region_rows: int, pitch: int,
+) -> Started | None:  # fmt: skip
+    """Launch a scatter, which `refusal` has allowed; arguments as in `MatmulScatter`."""
+    config, row, half_length = known.config, region_rows * channel.rank, channel.half_bytes // a.element_size()
+    block = [1, config.block_m, config.block_n // 2]
+    layout, N = _layout(block, a.dtype), b.shape[1]
+    # An owner without rows has no tile.
+    outs = [
+        TensorDescriptor(arena.view(a.dtype), [2, row + max(1, rows), N], [half_length, pitch, 1], block, layout)
+        for arena, rows in zip(arenas, sizes, strict=True)
+    ]
+    return launch(_warp_specialised_scatter_kernel, (config.programs,))(
+        _left_of(a, known.a_by, config), _right_of([b], known.b_by, config), tuple(outs), known.tiles, table,
+        channel.group(op), channel.rank, channel.fingerprint, row, known.num_tiles, a.shape[0],
+        stages_of(config, a.element_size()), _LOADER_REGISTERS, **_options(config),
     )  # fmt: skip

@@ -52,9 +52,9 @@ def plain(*functions: Any) -> dict[str, Callable[..., Any]]:
 PLAIN = plain(
     cdiv, matmul.swizzle, gather_matmul.tile_columns, matmul.locate_in_chunks, matmul.locate_among,
     gather_matmul.tile_index, gather_matmul.pair_index, gather_matmul.work_indices, gather_matmul._tile_at,
-    gather_matmul.locate_own_chunk_first, matmul_scatter._locate_own_chunk_last,
+    gather_matmul.locate_own_chunk_first, matmul_scatter.locate_own_chunk_last,
 )  # fmt: skip
-ORDERS = {"gather": PLAIN["locate_own_chunk_first"], "scatter": PLAIN["_locate_own_chunk_last"]}
+ORDERS = {"gather": PLAIN["locate_own_chunk_first"], "scatter": PLAIN["locate_own_chunk_last"]}
 
 
 @dataclass(frozen=True)

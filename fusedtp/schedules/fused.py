@@ -316,7 +316,10 @@ class FusedScatter:
         if type(lefts[0]) is Quantized:
             scales = scales_of(lefts, rights, ws.channel().data.view(self._on.task.dtype))
             lefts, rights = [a.data for a in lefts], [b.data for b in rights]
-        self._launch(ws.channel(), lefts, rights, ws.table(self._sizes), scales)
+        channel = ws.channel()
+        # A core that stores by TMA describes its peers' arenas.
+        arenas = () if self._config.core == "loop" else channel.arenas
+        self._launch(channel, lefts, rights, ws.table(self._sizes), scales, arenas)
 
     def put(self, x: Tensor) -> None:
         producer = "copy" if self._on.producer == "copy" and not self._switch else "push"

@@ -148,7 +148,10 @@ class Workspace(Failing):
             self.steps.reach(addresses)
         known = [*addresses, self.host_block.data_ptr(), arena.multicast]
         self.peers = torch.tensor(known, dtype=torch.int64, device=self.device)
-        self._channel = Channel(self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset)
+        self._channel = Channel(
+            self.peers, self.data, self.rank, self.world_size, half_bytes, data_offset,
+            arenas=tuple([each[data_offset : data_offset + 2 * half_bytes] for each in arena.tensors]),
+        )  # fmt: skip
         # Last, because `set_timeout` may have been called meanwhile.
         self._budget_ms = math.ceil(self.seconds * 1000)
         self.words[_BUDGET_MS] = self._budget_ms

@@ -20,8 +20,8 @@ MAP_BYTES, PARAMETERS = 128, "parameters"
 RELEASE, ACQUIRE, AT_SYS, AT_GPU, TRANSPOSED, BF16, TRANSPOSED_A = (1 << i for i in range(7))
 # Types of wgmma operands, two bits of the flags for each; and the flag for A in registers.
 _TYPES, _TYPES_AT, A_IN_REGISTERS = ("f16", "bf16", "e4m3", "e5m2"), 7, 1 << 11
-# The flag for a load of a narrower value into 64-bit registers.
-WIDENED = 1 << 12
+# Flags for a load of a narrower value into 64-bit registers, and of a signed one.
+WIDENED, SIGNED = 1 << 12, 1 << 13
 _SUMS = ("f32", "bf16x2", "f16x2")
 _SPECIAL = ("%tid.x", "%ctaid.x", "%nctaid.x")
 
@@ -124,7 +124,7 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         row = low.make(op, [(s.operands[0], "d" if bits == 64 else "w")], bits)
         low.pool[row["ops"] + 1] = low.constant(kind, name)
         return row
-    known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4"} | {
+    known = {"global", "shared", "b8", "b16", "b32", "b64", "v2", "v4", "s32"} | {
         f"{t}{b}" for t in "uf" for b in (16, 32, 64)
     }
     weak = set(mods) - {mods[0]} <= known
@@ -148,7 +148,7 @@ def _load_or_store(low: Lowered, s: Statement) -> dict[str, Any]:
         # PTX, Operand Size Exceeding Instruction-Type Size: the loaded value is zero-extended.
         if s.name != "ld" or kind != "w":
             raise CannotExecute("a register of another width than what is stored")
-        kind, flags = "d", WIDENED
+        kind, flags = "d", WIDENED | SIGNED * (mods[-1] == "s32")
     listed = [(each, kind) for each in values]
     at = (base, "d" if space == "global" else "w")
     operands = [*listed, at] if s.name == "ld" else [at, *listed]

@@ -223,7 +223,15 @@ static void tma_store_rows(TmaStore *s, int end, u32 stamp) {
 }
 static void tma_store_ends(TmaStore *s) {
   tma_store_rows(s, rows_of(s), 0);
-  free(s->data);
+  s->ended = 1;
+}
+// A failure may leave the list at any time before: here nothing fails.
+static void sweep_stores(void) {
+  int n = 0;
+  for (int i = 0; i < C->num_stores; i++)
+    if (C->stores[i].ended) free(C->stores[i].data);
+    else C->stores[n++] = C->stores[i];
+  C->num_stores = n;
 }
 static void tma_store(u64 at_map, u32 src, const int *at, int ndim, int lane) {
   const TensorMap *map = tensor_map(at_map, ndim, lane);
@@ -232,12 +240,9 @@ static void tma_store(u64 at_map, u32 src, const int *at, int ndim, int lane) {
   if (src % 128 || src < SHARED_BASE || from + bytes > C->shared_bytes)
     fail("TMA from shared memory at %#x, %d bytes", from, (int)bytes);
   for (u32 a = from; a < from + bytes; a += 16) readable(a, "a TMA store");
-  int n = 0;
   if (C->num_stores == MOST_STORES) {
-    for (int i = 0; i < C->num_stores; i++)
-      if (C->stores[i].data) tma_store_ends(C->stores + i);
-      else C->stores[n++] = C->stores[i];
-    C->num_stores = n;
+    for (int i = 0; i < C->num_stores; i++) if (C->stores[i].data) tma_store_ends(C->stores + i);
+    sweep_stores();
   }
   if (C->num_stores == MOST_STORES) fail("more than %d TMA stores read shared memory", MOST_STORES);
   TmaStore s = {.map = map, .warp = W->id, .lane = lane, .group = -1, .src = from};
@@ -258,21 +263,16 @@ static void bulk_commit(u32 m) {
   EACH(l, m) W->bulk_group[l]++;
 }
 static void bulk_wait(u32 m, int leave, int only_read) {
-  int n = 0;
   for (int i = 0; i < C->num_stores; i++) {
     TmaStore *s = C->stores + i;
-    if (s->warp != W->id || s->group < 0 || !(m >> s->lane & 1) || s->group >= W->bulk_group[s->lane] - leave) {
-      C->stores[n++] = *s;
-      continue;
-    }
+    if (s->warp != W->id || s->group < 0 || !(m >> s->lane & 1) || s->group >= W->bulk_group[s->lane] - leave) continue;
     tma_store_reads(s);
     if (!s->waited++) was_read(s->src, s->src + (u32)box_bytes(s->map), s->lane);
-    if (only_read) { C->stores[n++] = *s; continue; }
-    tma_store_rows(s, rows_of(s), 0);
+    if (only_read) continue;
+    tma_store_ends(s);
     tma_store_rows(s, rows_of(s), tick());
-    free(s->data);
   }
-  C->num_stores = n;
+  sweep_stores();
 }
 // A CTA ends: what its stores have read comes out.
 static void bulk_end(void) {
@@ -280,7 +280,7 @@ static void bulk_end(void) {
     if (!C->stores[i].data) fail("a CTA ends while its TMA stores read shared memory");
     tma_store_ends(C->stores + i);
   }
-  C->num_stores = 0;
+  sweep_stores();
 }
 
 // fence.proxy.async (PTX, membar / fence: Proxy fence).

@@ -22,7 +22,10 @@ static void ld_st_global(const int *o, u32 m) {
   for (int i = 0; i < I->vec; i++)
     if (I->width == 8 || I->flags & WIDENED) {
       u64 t[LANES] = {0};
-      EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width);
+      EACH(l, m) {
+        memcpy(t + l, data[l] + I->width * i, I->width);
+        if (I->flags & SIGNED && I->width == 4) t[l] = (u64)(i64)(int)t[l];
+      }
       set_double(o[i], m, t);
     } else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
 }
@@ -41,7 +44,10 @@ static void ld_st_shared(const int *o, u32 m) {
   for (int i = 0; i < I->vec; i++)
     if (I->width == 8 || I->flags & WIDENED) {
       u64 t[LANES] = {0};
-      EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width);
+      EACH(l, m) {
+        memcpy(t + l, data[l] + I->width * i, I->width);
+        if (I->flags & SIGNED && I->width == 4) t[l] = (u64)(i64)(int)t[l];
+      }
       set_double(o[i], m, t);
     } else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
 }

@@ -27,8 +27,8 @@ static const u32 ALL = ~0u;
 enum { RELEASE = 1, ACQUIRE = 2, AT_SYS = 4, AT_GPU = 8, TRANSPOSED = 16, TYPE_BF16 = 32, TRANSPOSED_A = 64 };
 // What wgmma's operands are: two bits of the flags for each, A first; whether A is in registers.
 enum { TYPE_F16, TYPE_BFLOAT16, TYPE_E4M3, TYPE_E5M2, TYPES_AT = 7, A_IN_REGISTERS = 1 << 11 };
-// A load of less than its registers of 64 bits.
-enum { WIDENED = 1 << 12 };
+// A load of less than its registers of 64 bits; of a signed number.
+enum { WIDENED = 1 << 12, SIGNED = 1 << 13 };
 
 // pred: a predicate register or -1. ops: where its operands begin in the kernel's pool.
 typedef struct { int op, pred, neg, width, vec, flags, ops, unused; i64 imm; } Ins;
@@ -75,7 +75,7 @@ typedef struct { const Ins *ins; u64 a, b, since; int add, group, done; Range re
 typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
 typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
 // A TMA store of a lane: it reads shared memory into `data` at some time, then brings out rows up to `row`.
-typedef struct { const TensorMap *map; int at[5], warp, lane, group, row, waited; u32 src; u8 *data; } TmaStore;
+typedef struct { const TensorMap *map; int at[5], warp, lane, group, row, waited, ended; u32 src; u8 *data; } TmaStore;
 
 // What is ordered before a warp: what each warp of its CTA did up to a time of the CTA's clock, and wrote up to a time
 // with a proxy fence behind it; and the copies that each mbarrier has counted up to a time.
