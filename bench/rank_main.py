@@ -85,7 +85,6 @@ def failure(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         pickled = pickle.dumps(error)
-        pickle.loads(pickled)
     except Exception:
         pickled = None
     return pickle.dumps((False, pickled, text))

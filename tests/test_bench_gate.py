@@ -228,6 +228,8 @@ def test_a_wrong_provider_gets_an_error_row_and_no_number(pool: RankPool, plant:
         assert row.failed is (row.variant == wrong)
         assert (row.median_ms is None) is row.failed
         assert ("elements are wrong" in row.gate) is row.failed
+        # It has not been timed.
+        assert "right at first" not in row.gate
         # no ratio to a refused variant
         assert not (wrong == "unfused" and row.speedup_vs_unfused is not None)
 

@@ -213,11 +213,13 @@ def planted_check(group: ProcessGroup, check: str, *arguments: object) -> str:
     [
         *(("layer", (op, "fused", "bfloat16", checks.TINY)) for op in checks.LAYERS),
         ("collectives", ("bfloat16", (7, 5))),
+        ("trees", ("bfloat16", checks.TINY)),
     ],
 )
 def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, arguments: tuple[object, ...]) -> None:
     two.run(getattr(checks, check), *arguments)
-    assert all("elements are wrong" in said for said in two.run(planted_check, check, *arguments))
+    said = "other bits of " if check == "trees" else "elements are wrong"
+    assert all(said in each for each in two.run(planted_check, check, *arguments))
 
 
 def test_a_check_is_a_case_whose_answer_is_in_its_row(two: RankPool, tmp_path: Path) -> None:

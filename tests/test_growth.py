@@ -129,8 +129,11 @@ def test_a_rank_that_comes_late_to_a_growth_does_not_wait(pool: RankPool) -> Non
     assert second.startswith("PeerTimeout: workspace growth: rank 1 came too late: rank 0 had given up on rank 1 ")
 
 
-def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
-    """Interrupt rank 0 between the two exchanges of its first op; rank 0 repeats the call."""
+def interrupted_making(group: ProcessGroup, then: str) -> bool:
+    """Interrupt rank 0 between the two exchanges of its first op; rank 0 repeats the call.
+
+    `then`: before, it calls "destroy", or is interrupted "again" while it cleans up.
+    """
     fusedtp.destroy(group)
     dist.barrier(group)
     if group.rank() == 0:
@@ -140,17 +143,18 @@ def interrupted_making(group: ProcessGroup, destroys: bool) -> bool:
             raise KeyboardInterrupt
 
         rendezvous.StoreExchange.outcomes = interrupted  # type: ignore[method-assign, assignment]
-        with pytest.raises(KeyboardInterrupt):
+        cleans_up = mock.patch.object(Workspace, "close", side_effect=KeyboardInterrupt)
+        with cleans_up if then == "again" else contextlib.nullcontext(), pytest.raises(KeyboardInterrupt):
             gather(group, 3)
         rendezvous.StoreExchange.outcomes = outcomes  # type: ignore[method-assign]
-        if destroys:
+        if then == "destroy":
             fusedtp.destroy(group)
     return gather(group, 3) and gather(group, 5)
 
 
-@pytest.mark.parametrize("destroys", [False, True])
-def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, destroys: bool) -> None:
-    assert pool.run(interrupted_making, destroys, world_size=3) == [True] * 3
+@pytest.mark.parametrize("then", ["", "destroy", "again"])
+def test_a_first_op_that_was_interrupted_may_be_called_again(pool: RankPool, then: str) -> None:
+    assert pool.run(interrupted_making, then, world_size=3) == [True] * 3
 
 
 def interrupted_once_made(group: ProcessGroup, rank: int, schedule: str) -> str:

@@ -257,9 +257,10 @@ def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kep
             pool.run(dying, 0, "kill")
         assert pool.run(forked_from) == [server] * 2
         assert not set(pids) & set(pool.pids)
-        # If the server is gone, a new one is started.
-        pids = pool.pids
+        # If the server is killed, its ranks are too, and a new one is started.
+        pids, pending = pool.pids, pool.start(stuck_on_one)
         os.kill(server, signal.SIGKILL)
+        assert "killed by SIGKILL" in str(pending.wait()[1])
         while running(pids):
             time.sleep(0.01)
         (other,) = set(pool.run(forked_from))
