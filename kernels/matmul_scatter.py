@@ -131,8 +131,8 @@ def _store_to_owners(ctx, tile, packed, acc):
     partial = rounded(ctx, tile, acc)
     rows = tile.row + tl.arange(0, ctx.tiles.BLOCK_M)
     cols = tile.col + tl.arange(0, ctx.tiles.BLOCK_N)
-    owner = tl.zeros_like(rows)
-    begin = tl.zeros_like(rows)
+    owner = tl.full((ctx.tiles.BLOCK_M,), 0, tl.int32)
+    begin = tl.full((ctx.tiles.BLOCK_M,), 0, tl.int32)
     for i in range(1, ctx.link.group.WORLD_SIZE):
         first = tl.load(ctx.table + i)
         owner = tl.where(rows >= first, i, owner)

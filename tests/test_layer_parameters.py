@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim.adamw import adamw
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
@@ -246,6 +247,18 @@ def test_a_weight_that_is_changed_before_backward_is_refused(
             if expected not in said or (said and not expected):
                 wrong.append(f"{name}, {what}: {said}")
     assert not wrong, wrong
+
+
+@on_ranks(2)
+def test_the_first_call_of_an_operator_before_backward_is_no_change(group: ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for name, module in holders_of_weights(mesh).items():
+        x = torch.randn(4, HIDDEN, requires_grad=True)
+        y = module(x)
+        with FlopCounterMode(display=False):
+            module(x)
+        (y[0] if isinstance(y, tuple) else y).square().sum().backward()
+        assert x.grad is not None, name
 
 
 @on_ranks(2)

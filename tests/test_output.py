@@ -257,7 +257,8 @@ def test_output_that_cannot_be_written_ends_in_one_line(
     for name in commands():
         plain = arguments_of(name, tmp_path, timed(make_row))
         for typed, error in (
-            ([name, "--help"], StringIO()), (plain, StringIO()), *(((plain, None), (plain, "full")) * (name == "report"))
+            ([name, "--help"], StringIO()), (plain, StringIO()),
+            *(((plain, None), (plain, "full")) * (name == "report")),
         ):  # fmt: skip
             out, err = Unwritable(how).file, Unwritable("full").file if error == "full" else error
             monkeypatch.setattr(sys, "stdout", out)

@@ -224,7 +224,7 @@ class DTensorRecord:
 
     - `changes`: a tensor that shares only the DTensor's version counter.
     - `identity`: the DTensor's id.
-    - `seen`: the version when an operator last kept the part.
+    - `seen`: the version when an operator last kept the part, `_NEVER` if none has.
     """
 
     changes: Tensor
@@ -236,6 +236,7 @@ class DTensorRecord:
 # Autograd saves the local part, whose version does not change. So each storage has a table of holders, by offset in the
 # storage.
 _HOLDERS = "fusedtp_holders"
+_NEVER = -1
 
 
 def watch(dtensor: Any) -> None:
@@ -248,7 +249,7 @@ def watch(dtensor: Any) -> None:
         # Shares the DTensor's version counter and none of its memory.
         with without_dispatch():
             changes = dtensor.detach()
-        holders[at] = DTensorRecord(changes, id(dtensor), changes._version)
+        holders[at] = DTensorRecord(changes, id(dtensor), _NEVER)
         _count_changes()
 
 
@@ -345,13 +346,13 @@ def check_versions(kept: Sequence[Tensor | None], before: Iterable[tuple[int, in
 def keep(tensor: Tensor | None, *, is_checked: bool = False) -> None:
     """Copy a DTensor's version counter to its local tensor, so that autograd sees in-place changes of the DTensor.
 
-    Called before an operator saves the tensor. With `is_checked`, for a backward that has called
-    `check_versions`, earlier changes do not count.
+    Called before an operator saves the tensor. Changes before the first of them do not count. Nor do any with
+    `is_checked`, for a backward that has called `check_versions`.
     """
     known = None if tensor is None else holder(tensor)
     if tensor is not None and known is not None and known.changes._version != known.seen:
-        known.seen = known.changes._version
-        if not is_checked:
+        is_first, known.seen = known.seen == _NEVER, known.changes._version
+        if not (is_checked or is_first):
             torch.autograd.graph.increment_version(tensor)
 
 
@@ -359,7 +360,7 @@ def check_kept(tensors: Iterable[Tensor]) -> None:
     """Raise RuntimeError if a tensor was changed through its DTensor after an operator saved it."""
     for each in tensors:
         known = holder(each)
-        if known is not None:
+        if known is not None and known.seen != _NEVER:
             _check(known.changes, known.seen)
 
 
