@@ -147,17 +147,6 @@ def test_every_op(make: Make, world_size: int, by: str) -> None:
         run(ranks, name, DTYPES[world_size % 3], seed, by=tuple(by.split()))
 
 
-@pytest.mark.parametrize("op", ["matmul one_shot", "matmul two_shot"])
-def test_one_kernel_has_the_counters_of_its_workspace(make: Make, op: str) -> None:
-    """An op that is captured would zero counters of its own at every replay."""
-    ranks = make(2)
-    start, expected, _ = problem(op, 2, torch.float32, 0)
-    with mock.patch.object(torch, "zeros", side_effect=AssertionError("an op zeroes memory")):
-        results = run_together([start(ws, rank) for rank, ws in enumerate(ranks)])
-    assert len(results) == len(expected)
-    assert not any(ws.counters.any() for ws in ranks)
-
-
 @pytest.mark.parametrize("by", ["push", "copy"])
 def test_shards_in_many_pieces(make: Make, by: str) -> None:
     """Pieces of a quarter tile and copies of two pieces; shards of several tiles, and of less than a piece."""

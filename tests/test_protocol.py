@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from fusedtp import PeerTimeout
 from fusedtp.bench.ranks import RankPool
@@ -144,6 +145,16 @@ def test_a_program_does_not_wait_for_one_fence_after_another(name: str) -> None:
     assert any(isinstance(event, Raise) for _, events in programs for event in events) or name in cases.COPIED
     counted = [(kernel, fences_in_a_row(events)) for kernel, events in programs]
     assert all(count <= 2 for _, count in counted), counted
+
+
+@pytest.mark.parametrize("name", ["matmul one_shot", "matmul two_shot"])
+def test_one_kernel_zeroes_no_counters(name: str) -> None:
+    """An op that is captured would zero counters of its own at every replay."""
+    with cases.virtual_ranks(2) as ranks, Recorder(ranks[0]) as recorder:
+        zeroes = mock.patch.object(torch, "zeros", side_effect=AssertionError("an op zeroes memory"))
+        with zeroes:
+            recorder.call(partial(cases.OPS[name], ranks[0], (1, 2)))
+        assert not ranks[0].counters.any()
 
 
 LEAD = signal.LEAD.value
