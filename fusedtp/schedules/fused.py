@@ -282,7 +282,6 @@ class FusedScatter:
         self._begin = begin = sum(sizes[: on.rank])
         self._part = slice(0, None) if to_all else slice(begin, begin + sizes[on.rank])
         self._region_rows = max(sizes)
-        # Every tile of a one-shot sum is stored to all ranks: a narrow tile leaves registers for their addresses.
         # Subtrees are not rounded.
         self._tree = bool(on.task.leaves)
         self._switch = on.in_switch
@@ -293,7 +292,10 @@ class FusedScatter:
         rows, chunks = self._region_rows, 1 if to_all else on.world_size
         if self._joined:
             rows, chunks = producers.joined_shape(sum(sizes))
-        shape = (rows, 0 if to_all else other) if multiplies else ()
+        # A one-shot sum's tile goes to all ranks, and a joined tile's elements may have an address each: a narrow tile
+        # leaves registers for addresses.
+        narrow = to_all or (self._joined and other % 16 != 0)
+        shape = (rows, 0 if narrow else other) if multiplies else ()
         self._config = config = on.configure(*shape, chunks=chunks)
         # Joined tiles cut this rank's rows where other ranks' rows begin.
         slots = num_tiles(self._region_rows + (config.block_m if self._joined else 0), other, config)
