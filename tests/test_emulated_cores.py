@@ -213,12 +213,12 @@ FAULTS = {
     "stage reused before it is multiplied": (
         "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_load_tiles")),
     "stage given back while it is multiplied": (
-        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )1;", r"\g<1>2;", inside="^_multiply_tiles")),
+        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )1;", r"\g<1>2;", inside="_multiply")),
     "another stage given back": (
         "gather rows", mutants.Kind("", r"(mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+)\]", r"\1+8]")),
     "note of another stage": (
-        "gather rows", mutants.Kind("", r"(st\.shared\.b32\s+\[ %r\d+ \+ )(\d+) ", lambda m: f"{m[1]}{int(m[2]) + 4} ",
-                                    inside="^_load_tiles")),
+        "gather rows", mutants.Kind("", r"(st\.shared(?:::cta)?\.b32\s+\[ %r\d+ \+ )(\d+) ",
+                                    lambda m: f"{m[1]}{int(m[2]) + 4} ", inside="^_load_tiles")),
     "tile overwritten while TMA reads it": (
         "gather rows", mutants.Kind("", r"cp\.async\.bulk\.wait_group\.read\s+0;", ";", inside="_store_half")),
     "no barrier of a role": ("gather rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^_store_half")),
