@@ -29,7 +29,7 @@ from fusedtp.kernels.matmul import matmul
 from .virtual_gpu import cases, giveups, mutants
 from .virtual_gpu.driver import EmulatedDriver, device
 from .virtual_gpu.machine import Failed, Schedule
-from .virtual_gpu.shapes import Shape, laid_out
+from .virtual_gpu.shapes import Shape, laid_out, launches_of
 
 pytestmark = pytest.mark.emulated
 
@@ -262,3 +262,42 @@ def test_faults_are_found(ops: EmulatedDriver, fault: str) -> None:
                 said = str(error)
                 break
         assert said, each
+
+
+@pytest.mark.parametrize("activation", ["", "swiglu"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_weights(ops: EmulatedDriver, count: int, activation: str) -> None:
+    """Weights side by side at one gather, each with its bias; a gate and up have one result, stored by pointers."""
+    if activation and count == 3:
+        pytest.skip("a gated activation has two weights")
+    widths = (264, 264, 48)[:count] if activation else (264, 96, 48)[:count]
+    for seed in range(SEEDS):
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(176, 144, generator=random).bfloat16()
+        ws = [torch.randn(144, n, generator=random).bfloat16().t().contiguous().t() / 8 for n in widths]
+        sizes = (96, 80)
+        with cases.virtual_ranks(2) as ranks:
+            phases = [
+                launches_of(
+                    "all_gather_matmul", each, x.split(sizes)[each.rank].clone(), ws[0], None, None,
+                    *(operand for w in ws[1:] for operand in (w, None)), sizes=sizes, dim=0, activation=activation,
+                ) for each in ranks
+            ]  # fmt: skip
+            outs = cases.issue(ops, ranks, phases)
+            ops.run(ranks, hostile(seed))
+            products = [reference.matmul(x, w) for w in ws]
+            for each in ranks:
+                each.check()
+                found = list(outs[each.rank]) if isinstance(outs[each.rank], tuple) else [outs[each.rank]]
+                if activation:
+                    exact = [torch.nn.functional.silu(products[0]) * products[1]]
+                    bounds = [reference.bound(x, ws[0], x.dtype) * 1.1 * products[1].abs()]
+                    # The gate is rounded before its activation.
+                    bounds[0] += (
+                        reference.bound(x, ws[1], x.dtype) * products[0].abs() + 2.0**-7 * exact[0].abs() + 1e-3
+                    )
+                else:
+                    exact, bounds = products, [reference.bound(x, w, x.dtype) for w in ws]
+                for got, ref, allowed in zip(found, exact, bounds, strict=True):
+                    reference.check(got, ref, allowed, f"{count} weights, {activation}, rank {each.rank}")
+    assert {program.name for program in ops.programs.values()} == {GATHER}
