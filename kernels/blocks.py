@@ -93,10 +93,10 @@ def stride_of(column, j, COUNT: tl.constexpr, IS_ONE: tl.constexpr):
         return entry(column, j)
     else:
         # A stride of 1 is a constant to the compiler, which has no type to choose by.
-        found = tl.full((), 0, tl.int64) + column[0]
+        found = tl.cast(column[0], tl.int64)
         for i in tl.static_range(1, COUNT):
             if j == i:
-                found = tl.full((), 0, tl.int64) + column[i]
+                found = tl.cast(column[i], tl.int64)
         return found
 
 

@@ -12,7 +12,7 @@ import pytest
 if os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -26,10 +26,10 @@ from fusedtp.kernels.configs import SHAPES, Config, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
 
-from .virtual_gpu import cases, giveups
+from .virtual_gpu import cases, giveups, mutants
 from .virtual_gpu.driver import EmulatedDriver, device
-from .virtual_gpu.machine import Schedule
-from .virtual_gpu.shapes import Shape, laid_out
+from .virtual_gpu.machine import Failed, Schedule
+from .virtual_gpu.shapes import Shape, laid_out, launches_of
 
 pytestmark = pytest.mark.emulated
 
@@ -196,3 +196,108 @@ def test_a_missing_rank_is_reported_and_its_rows_are_nan(ops: EmulatedDriver, op
     # A scatter waits in the sum behind it.
     assert gave_up or op == "scatter rows"
     assert CASES[op][1] in {program.name for program in ops.programs.values()}
+
+
+# Faults, each put into every place of a kernel that the pattern matches and the functions contain, one place at a time.
+FAULTS = {
+    "no proxy fence behind the wait for a peer": (
+        "gather rows", mutants.Kind("", r"fence\.proxy\.async\.global;", ";", inside="before_descriptor")),
+    "no proxy fence before TMA stores": (
+        "gather rows", mutants.Kind("", r"fence\.proxy\.async\.shared::cta;", ";", inside="_store_half")),
+    "no proxy fence before the first TMA load": (
+        "gather rows", mutants.Kind("", r"fence\.proxy\.async\.shared::cta;", ";", inside="^_run")),
+    "phase of a full stage": (
+        "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 1;", inside="^_multiply_tiles")),
+    "phase of an empty stage": (
+        "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 1;", inside="^_load_tiles")),
+    "stage reused before it is multiplied": (
+        "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_load_tiles")),
+    "stage given back while it is multiplied": (
+        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )1;", r"\g<1>2;", inside="_multiply")),
+    "another stage given back": (
+        "gather rows", mutants.Kind("", r"(mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+)\]", r"\1+8]")),
+    "note of another stage": (
+        "gather rows", mutants.Kind("", r"(st\.shared(?:::cta)?\.b32\s+\[ %r\d+ \+ )(\d+) ",
+                                    lambda m: f"{m[1]}{int(m[2]) + 4} ", inside="^_load_tiles")),
+    "tile overwritten while TMA reads it": (
+        "gather rows", mutants.Kind("", r"cp\.async\.bulk\.wait_group\.read\s+0;", ";", inside="_store_half")),
+    "no barrier of a role": ("gather rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^_store_half")),
+    "signal before the store has ended": (
+        "scatter rows", mutants.Kind("", r"(cp\.async\.bulk\.wait_group) 0;", r"\1.read 0;", inside="^_signal_late")),
+    "signal that releases nothing": (
+        "scatter rows", mutants.Kind("", r"(sys)\.release(\.exch)", r"\1.relaxed\2", inside="_signal_late")),
+    "no barrier before a signal": (
+        "scatter rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^raise_signal < _signal_late")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", list(FAULTS)[:: 4 if SEEDS == 1 else 1])
+def test_faults_are_found(ops: EmulatedDriver, fault: str) -> None:
+    op, kind = FAULTS[fault]
+    texts: dict[str, str] = {}
+    # Several tiles for a program, with more blocks of K than there are stages, or with one.
+    shapes = [Shape(176, 528, K, "even", bias=False) for K in (448, 64)]
+
+    def run_with(change: Callable[[str, str], str | None], seed: int) -> None:
+        ops.rewrite = lambda name, text: change(name, text) or text
+        try:
+            # One rank comes late, so that the other waits for its last tile; turns are short.
+            late = {"held": seed // 2 % 2, "held_until": 40, "tick": 0.01, "quantum": 3} if seed % 4 > 1 else {}
+            how = replace(hostile(seed), idle_limit=300_000, **late)
+            cases.run(ops, [op] * 2, 2, torch.bfloat16, shapes[seed % 2], how, programs=1)
+        finally:
+            ops.rewrite = None
+            ops.machine.waiting.clear()
+
+    run_with(texts.setdefault, 0)
+    planted = [each for name, text in texts.items() if "warp_specialised" in name
+               for each in mutants.mutants(name, text, (kind,))]  # fmt: skip
+    assert planted
+    for each in planted:
+        said = ""
+        for seed in range(16):
+            try:
+                run_with(each.applied, seed)
+            except (Failed, AssertionError) as error:
+                said = str(error)
+                break
+        assert said, each
+
+
+@pytest.mark.parametrize("activation", ["", "swiglu"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_weights(ops: EmulatedDriver, count: int, activation: str) -> None:
+    """Weights side by side at one gather, each with its bias; a gate and up have one result, stored by pointers."""
+    if activation and count == 3:
+        pytest.skip("a gated activation has two weights")
+    widths = (264, 264, 48)[:count] if activation else (264, 96, 48)[:count]
+    for seed in range(SEEDS):
+        random = torch.Generator().manual_seed(seed)
+        x = torch.randn(176, 144, generator=random).bfloat16()
+        ws = [torch.randn(144, n, generator=random).bfloat16().t().contiguous().t() / 8 for n in widths]
+        sizes = (96, 80)
+        with cases.virtual_ranks(2) as ranks:
+            phases = [
+                launches_of(
+                    "all_gather_matmul", each, x.split(sizes)[each.rank].clone(), ws[0], None, None,
+                    *(operand for w in ws[1:] for operand in (w, None)), sizes=sizes, dim=0, activation=activation,
+                ) for each in ranks
+            ]  # fmt: skip
+            outs = cases.issue(ops, ranks, phases)
+            ops.run(ranks, hostile(seed))
+            products = [reference.matmul(x, w) for w in ws]
+            for each in ranks:
+                each.check()
+                found = list(outs[each.rank]) if isinstance(outs[each.rank], tuple) else [outs[each.rank]]
+                if activation:
+                    exact = [torch.nn.functional.silu(products[0]) * products[1]]
+                    bounds = [reference.bound(x, ws[0], x.dtype) * 1.1 * products[1].abs()]
+                    # The gate is rounded before its activation.
+                    bounds[0] += (
+                        reference.bound(x, ws[1], x.dtype) * products[0].abs() + 2.0**-7 * exact[0].abs() + 1e-3
+                    )
+                else:
+                    exact, bounds = products, [reference.bound(x, w, x.dtype) for w in ws]
+                for got, ref, allowed in zip(found, exact, bounds, strict=True):
+                    reference.check(got, ref, allowed, f"{count} weights, {activation}, rank {each.rank}")
+    assert {program.name for program in ops.programs.values()} == {GATHER}

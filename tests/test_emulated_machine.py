@@ -81,6 +81,11 @@ REFUSED = {
         "	@%p1 mov.b32 %r9, 1;\n	add.s32 %r5, %r2, %r9;\n", 1, "register %r9 is read and holds nothing"
     ),
     "uninitialised shared memory": (SHARED + "	ld.shared.b32 %r5, [%r8];\n", 1, "uninitialised shared memory"),
+    "uninitialised part of a vector": (
+        SHARED + "	@%p1 st.shared.b32 [ %r6 + 0 ], %r1;\n	bar.warp.sync -1;\n"
+        "	ld.shared.v2.b32 {%r5, %r9}, [%r6];\n	add.s32 %r5, %r2, %r9;\n",
+        1, "register %r9 is read and holds nothing",
+    ),
     "race": (
         SHARED + "	st.shared.b32 [ %r8 + 0 ], %r1;\n	xor.b32 %r9, %r7, 128;\n	add.s32 %r9, %r6, %r9;\n"
         "	ld.shared.b32 %r5, [%r9];\n", 2, "race|uninitialised",

@@ -76,6 +76,8 @@ def arithmetic(s: Statement) -> tuple[str, str, list[str], int]:
     elif name == "setp" and len(mods) == 2 and len(operands) == 3:
         if mods[0] in ("eq", "ne") and last not in _FLOATS:
             return f"{mods[0]}_{wide}", "p" + 2 * kind, operands, bits
+        if mods[0] in ("lt", "le", "gt", "ge") and last == "u16":
+            return f"{mods[0]}_u32", "p" + 2 * kind, operands, bits
         if mods[0] in ("lt", "le", "gt", "ge") and bits > 16 and (last[0] in "su" or last == "f32"):
             return f"{mods[0]}_{last}", "p" + 2 * kind, operands, bits
     raise CannotExecute("arithmetic")

@@ -245,13 +245,14 @@ static void tma_store(u64 at_map, u32 src, const int *at, int ndim, int lane) {
     sweep_stores();
   }
   if (C->num_stores == MOST_STORES) fail("more than %d TMA stores read shared memory", MOST_STORES);
-  TmaStore s = {.map = map, .warp = W->id, .lane = lane, .group = -1, .src = from};
+  TmaStore s = {.map = map, .warp = W->id, .lane = lane, .group = -1, .src = from, .lazy = chance(.3)};
   memcpy(s.at, at, ndim * sizeof(int));
   C->stores[C->num_stores++] = s;
 }
 // One more step of a store that nobody has waited for.
 static void tma_store_goes_on(TmaStore *s) {
   int left = rows_of(s) - s->row;
+  if (s->lazy) return;
   if (!s->data) tma_store_reads(s);
   else if (left) tma_store_rows(s, s->row + 1 + (int)(rnd() % left), 0);
 }

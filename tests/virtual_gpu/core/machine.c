@@ -40,7 +40,17 @@ static void ld_st_shared(const int *o, u32 m) {
     EACH(l, m) write_shared(base[l] + (u32)I->imm, data[l], n, l);
     return;
   }
-  EACH(l, m) memcpy(data[l], read_shared(base[l] + (u32)I->imm, n, l), n);
+  // Of a vector, elements that nobody has written, such as what lies between values of other sizes, hold nothing.
+  u32 nothing[4] = {0};
+  EACH(l, m) {
+    const u32 at = place(base[l] + (u32)I->imm, n, l);
+    for (int i = 0; i < I->vec; i++) {
+      const u32 from = at + (u32)(I->width * i);
+      if (I->vec > 1 && untouched(from, I->width)) nothing[i] |= 1u << l;
+      else reads(from, I->width, l);
+    }
+    memcpy(data[l], C->shared + at, n);
+  }
   for (int i = 0; i < I->vec; i++)
     if (I->width == 8 || I->flags & WIDENED) {
       u64 t[LANES] = {0};
@@ -50,6 +60,8 @@ static void ld_st_shared(const int *o, u32 m) {
       }
       set_double(o[i], m, t);
     } else { u32 t[LANES] = {0}; EACH(l, m) memcpy(t + l, data[l] + I->width * i, I->width); set_word(o[i], m, t); }
+  for (int i = 0; i < I->vec; i++)
+    if (nothing[i]) *(I->width == 8 || I->flags & WIDENED ? W->has_d + o[i] : W->has_w + o[i]) &= ~nothing[i];
 }
 static void strong_all(const int *o, u32 m) {
   int wide = I->width == 8, values = I->op == OP_ld_strong ? 0 : I->op == OP_atom_cas ? 2 : 1;

@@ -41,6 +41,10 @@ static inline u32 racing_readers(const Cell *h) {
     if (C->read_at[(h - C->cells) * C->num_warps + w] > W->order.warps[w]) found |= 1u << w;
   return found;
 }
+static inline int untouched(u32 at, int len) {
+  for (Cell *h = cell_at(at), *end = cell_end(at, len); h < end; h++) if (h->writer != NOBODY) return 0;
+  return 1;
+}
 static inline void reads(u32 at, int len, int lane) {
   u16 me = (u16)(W->id << 5 | lane);
   u32 t = C->clock;

@@ -74,8 +74,9 @@ typedef struct { const Ins *ins; u64 a, b, since; int add, group, done; Range re
 // A tensor map: innermost dimension first, strides in bytes.
 typedef struct { i64 ndim, swizzle, base, size, dim[5], stride[5], box[5]; } TensorMap;
 typedef struct { const TensorMap *map; int at[5]; u32 dst, bar; i64 view, own; } Tma;
-// A TMA store of a lane: it reads shared memory into `data` at some time, then brings out rows up to `row`.
-typedef struct { const TensorMap *map; int at[5], warp, lane, group, row, waited, ended; u32 src; u8 *data; } TmaStore;
+// A TMA store of a lane: it reads shared memory into `data` at some time, then brings out rows up to `row`. A lazy one
+// does neither before it is waited for.
+typedef struct { const TensorMap *map; int at[5], warp, lane, group, row, waited, ended, lazy; u32 src; u8 *data; } TmaStore;
 
 // What is ordered before a warp: what each warp of its CTA did up to a time of the CTA's clock, and wrote up to a time
 // with a proxy fence behind it; and the copies that each mbarrier has counted up to a time.

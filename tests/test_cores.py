@@ -1,0 +1,93 @@
+"""The two cores of the kernels side by side: speed on paper, and what the compiler makes of each.
+
+FUSEDTP_CORES=write writes the tables of docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import triton
+
+from fusedtp.kernels import configs, cores
+
+from . import paper
+from .generated import as_written
+
+DOCUMENT = Path(__file__).parent.parent / "docs/kernels.md"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+OPS = {"matmul": "matmul", "gather rows": "gather", "gather contraction": "gather", "scatter rows": "scatter"}
+
+
+def test_speed_on_paper_is_what_is_written() -> None:
+    as_written(DOCUMENT, "paper", paper.table(), "FUSEDTP_CORES")
+
+
+def test_a_short_contraction_gains_most_on_paper() -> None:
+    gains = [paper.own("loop", 8192, 8192, K) / paper.own("warp-specialised", 8192, 8192, K) for K in (512, 1024, 8192)]
+    assert gains == sorted(gains, reverse=True)
+    assert gains[-1] > 1
+
+
+def compiled(text: str, folder: Path) -> str:
+    """Return a row of what ptxas makes of PTX, which is to keep nothing in local memory."""
+    source, cubin = folder / "k.ptx", folder / "k.cubin"
+    source.write_text(text)
+    done = subprocess.run(
+        [TOOLS / "ptxas", "-arch=sm_90a", "-v", "-o", cubin, source], capture_output=True, text=True, check=True
+    )
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr, done.stderr
+    # ptxas says so if it ignores setmaxnreg.
+    assert "warning" not in done.stderr, done.stderr
+    code = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    registers = re.findall(r"Used (\d+) registers", done.stderr)[0]
+    if "setmaxnreg" in text:
+        # The warps that multiply give some back to those that load; both begin and end with other numbers.
+        given, taken = (re.findall(rf"setmaxnreg\.{how}\.sync\.aligned\.u32\s+(\d+)", text) for how in ("dec", "inc"))
+        registers = f"{max(map(int, given))}, and {min(map(int, taken))} that load"
+    instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", code, re.M))
+    barriers, fences, stores = (len(re.findall(what, code)) for what in (r"BAR\.", r"MEMBAR\.\w+\.SYS", "UTMASTG"))
+    return f"{registers} | {instructions} | {barriers} | {fences} | {stores}"
+
+
+@pytest.mark.offline
+def test_what_is_compiled_is_what_is_written(tmp_path: Path) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "0":
+        pytest.skip("Triton's interpreter is chosen for this process; nox -s kernels")
+    from fusedtp.kernels.epilogue import epilogue_of
+    from fusedtp.kernels.matmul import matmul
+
+    from .virtual_gpu.cases import run
+    from .virtual_gpu.driver import device
+    from .virtual_gpu.machine import Schedule
+    from .virtual_gpu.shapes import Shape
+
+    lines = [
+        f"Triton {triton.__version__}, sm_90, bfloat16, 128 x 256 x 64, lengths that are multiples of 16, no epilogue.",
+        "",
+        "| kernel | core | registers of a thread | instructions | barriers | system fences | TMA stores |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for op, kernel in OPS.items():
+        for core in (cores.LOOP, cores.WARP_SPECIALISED):
+            rows = {shape: replace(each, core=core) for shape, each in configs.TABLE["sm_90"].items()}
+            with mock.patch.dict(configs.TABLE, {"sm_90": rows}), device(90) as gpu:
+                if op == "matmul":
+                    a, b, c = (torch.ones(256, 512 - 256 * (i == 0), dtype=torch.bfloat16) for i in range(3))
+                    matmul(a, b, c, epilogue_of(()), config=replace(rows["many"], programs=2))
+                    gpu.machine.waiting.clear()
+                else:
+                    run(gpu, [op], 2, torch.bfloat16, Shape(256, 512, 256, "even", bias=False), Schedule(1, tick=0.001))
+                (text,) = (text for text, each in gpu.programs.items() if kernel in each.name)
+                lines.append(f"| {op} | {core} | {compiled(text, tmp_path)} |")
+    found = re.findall(r"^Triton ([\d.]+), sm_90, bfloat16, 128", DOCUMENT.read_text(), re.M)
+    if found != [triton.__version__] and os.environ.get("FUSEDTP_CORES") != "write":
+        pytest.skip(f"written with Triton {found}")
+    as_written(DOCUMENT, "cores", "\n".join(lines), "FUSEDTP_CORES")
