@@ -14,19 +14,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedtp.kernels import latency as kernels
 from fusedtp.kernels.choices import Choice, applied
 from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.loading import is_only_loading
-from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
+from fusedtp.kernels.signal import EPOCH, FIRST_SLOT, SIGNALS
+from fusedtp.kernels.steps import step
+from fusedtp.op import OPS
+from fusedtp.reference import ExactProduct, accumulate_in_float32
 from fusedtp.scaled import Quantized, scaled
+from fusedtp.schedules import preset
 from fusedtp.schedules.local import mm
 from fusedtp.schedules.producer import part_rows, piece_rows
 from fusedtp.shards import even_sizes, offsets
 
-from . import preset
 from .cases import Case
-from .operands import Results, Runner, Workload, device_here
-from .oracle import ExactProduct, accumulate_in_float32
+from .operands import Operands, Results, Runner, Workload, device_here
 
 Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
 Checked: TypeAlias = tuple[float, float]  # largest error, largest error / allowed error
@@ -174,20 +178,20 @@ def _values(a: Quantized, w: Quantized) -> tuple[Tensor, Tensor]:
     return a.data.double() * a.scale.double(), (w.data.double() * w.scale.double()).t()
 
 
-# Ranks, and the size: MLPs of Llama 3 70B on eight ranks and of 8B on four, at 8192 tokens and at 512; decoding.
-UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), (8, (512, 7168, 8192))
-DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), (8, (512, 8192, 3584))
-FEW = (8, (16, 8192, 3584)), (8, (64, 8192, 3584))
+# Ranks, and the size: MLPs of Llama 3 70B on eight ranks and of 8B on four, at 8192 tokens; at 512 and fewer.
+UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), *((8, (M, 7168, 8192)) for M in (512, 384, 128, 16))
+DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), *((8, (M, 8192, 3584)) for M in (512, 384, 128, 16))
+FEW = tuple((8, (M, 8192, 3584)) for M in (16, 64, 128))
 # The most informative cases first.
 FUSED: dict[str, tuple[Callable[..., Launches], Sequence[tuple[int, Size]]]] = {
     "gather rows": (gather, UP),
     "scatter": (scatter, DOWN),
     "few-row all-reduce": (all_reduce, FEW),
-    "gather rows, pushing": (partial(gather, pushed=False), UP[::2]),
+    "gather rows, pushing": (partial(gather, pushed=False), UP[:3:2]),
     "few-row all-reduce, one shot": (partial(all_reduce, to_all=True), FEW),
     "gather contraction": (partial(gather, along=1), UP[:1]),
     "gather rows transposed": (partial(gather, transposed=True), UP[:1]),
-    "scatter to all": (partial(scatter, to_all=True), DOWN[2:]),
+    "scatter to all": (partial(scatter, to_all=True), DOWN[2:3]),
     "scatter, turned": (partial(scatter, turned=True), DOWN[:1]),
     "gather rows, through the arena": (partial(gather, in_place=False), UP[:1]),
 }
@@ -258,6 +262,59 @@ def linked(dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
     }
 
 
+def latency(dtype: str, turns: int, N: int, K: int, seed: int) -> Launches:
+    """Make an empty launch, `enter`, and in one launch each `turns` flags between two programs, and signals to 7 peers.
+
+    A flag's turn is two signals that are waited for, one after the other.
+    """
+    device, layout = device_here(), Layout()
+    slot = layout.region(1, 1, torch.float32, slots=2).slot
+    arenas, ranks, count = preset.Arenas(device, 8, layout), range(8), torch.zeros(1, dtype=torch.int32, device=device)
+    channel, own = arenas.channel, arenas.words(preset.RANK)
+    for rank in ranks:
+        # Nothing is raised here.
+        arenas.words(rank)[SIGNALS.value + slot * len(ranks) :] = 0
+    op = OPS["all_reduce"].number
+
+    def answered() -> Checked:
+        assert count.item() == turns, f"{count.item()} of {turns} flags were seen"
+        return 0.0, 0.0
+
+    def raised() -> Checked:
+        epoch, place = own[EPOCH.value].item(), SIGNALS.value + slot * len(ranks) + preset.RANK
+        got = {rank: arenas.words(rank)[place].item() for rank in ranks if rank != preset.RANK}
+        assert set(got.values()) == {epoch}, f"signals of epoch {epoch} are {got}"
+        return 0.0, 0.0
+
+    def signals(at_once: bool) -> Launch:
+        return Launch(lambda: kernels.signals(channel, op, slot, turns, at_once), raised, arenas)
+
+    return {
+        "empty": Launch(lambda: kernels.empty(count)),
+        "enter": Launch(lambda: step(channel, op, "enter"), arenas=arenas),
+        "flags": Launch(lambda: kernels.flags(channel, op, slot, turns, count), answered, arenas),
+        "signals one by one": signals(False),
+        "signals at once": signals(True),
+    }
+
+
+def launches(dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
+    """Make a launch for each of M rows: the same kernel with other operands, which is prepared after the first."""
+    operands = Factors(dtype, M, N, K, seed)
+    a, b = operands.a, operands.b
+
+    def library(out: Tensor) -> None:
+        for row in range(M):
+            torch.mm(a[row : row + 1], b, out=out[row : row + 1])
+
+    def own(out: Tensor) -> None:
+        for row in range(M):
+            preset.plain(a[row : row + 1], b, config)(out[row : row + 1])
+
+    config = config_for(a.device, a.dtype, 1, N)
+    return {"torch.mm": operands.filled(library), "own_matmul": operands.filled(own)}
+
+
 class Kernel(NamedTuple):
     """How to make launches of (dtype, M, N, K, seed), and their names: the baseline's, then the others'."""
 
@@ -267,6 +324,8 @@ class Kernel(NamedTuple):
 
 _HOOKS = ("own_matmul", "fused")
 KERNELS: Mapping[str, Kernel] = {
+    "latency": Kernel(latency, ("empty", "enter", "flags", "signals one by one", "signals at once")),
+    "launches": Kernel(launches, ("torch.mm", "own_matmul")),
     "matmul": Kernel(plain, ("torch.mm", "own_matmul")),
     "tiles": Kernel(tiled, ("torch.mm", *map(str, TILES))),
     **{
@@ -315,3 +374,42 @@ class Kernels(Workload):
     def turn(self, direction: str) -> None:
         """Take the other draw. Rounds are timed from now on: waits are no longer bounded."""
         self._at, self._is_timed = 1 - self._at, True
+
+
+def own_matmul(operands: Operands, parts: tuple[str, ...]) -> Runner:
+    """Return the closure of `own_matmul`, which returns the same parts as the library's `matmul`.
+
+    `own_matmul` is the fused op without any wait or transfer, so fused - own_matmul is the cost of waiting and of the
+    links. A kernel that scatters stores its tiles into local memory instead of its peers'.
+    """
+    steps = [_step(operands, name) for name in parts]
+    return lambda: tuple([step() for step in steps])
+
+
+def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
+    # The kernels of the fused schedule on one rank, which gathers for dw next to dx, then multiplies.
+    part, sizes, rank = name.removesuffix("_partial"), operands.m_sizes, operands.rank
+    a, b = operands.factors(part)
+    if operands.case.world_size > 1 and part != name:
+        _, scatter, parts = preset.scattered(a, b, sizes, rank)
+
+        def stored() -> list[Tensor]:
+            scatter()
+            return parts
+
+        return stored
+    shard = operands.x if part == "y" else operands.dy
+    alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
+    if alone:
+        fill = preset.plain(a, b)
+    else:
+        arenas, fill = preset.gathered(shard, a, b, sizes, rank)
+        for rows in arenas.filled:
+            operands.follows(rows, "x" if part == "y" else "dy")
+
+    def filled() -> Tensor:
+        out = a.new_empty(a.shape[0], b.shape[1])
+        fill(out)
+        return out
+
+    return filled
