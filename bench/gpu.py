@@ -8,6 +8,7 @@ imports more than torch, Triton and numpy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import textwrap
 import time
@@ -27,6 +28,7 @@ from . import checks
 from .cases import Case, block
 from .gpu_kernels import DOWN, FEW, FUSED, KERNELS, UP, Size
 from .jobs import Job, duration
+from .providers import Missing
 from .ranks import RankError, RankPool, kept
 from .store import PASSED, Measurement, update
 from .suites import SUITE_OF
@@ -193,7 +195,8 @@ def load(group: ProcessGroup, jobs: Sequence[Job]) -> int:
         with only_loading():
             problem = SUITE_OF[job.case.op].setup(job.case, group, torch.device("cuda", torch.cuda.current_device()))
             for variant in job.variants:
-                problem.runner(variant)()
+                with contextlib.suppress(Missing):
+                    problem.runner(variant)()
         # One process for each core shares the device's memory.
         del problem
         torch.cuda.empty_cache()

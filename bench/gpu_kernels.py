@@ -5,6 +5,7 @@ A case is one of `KERNELS` at a size; its variants are launches. The first is th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels import latency as kernels
 from fusedtp.kernels.choices import Choice, applied
-from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.cores import WARP_SPECIALISED
+from fusedtp.kernels.launch import Config, config_for
 from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.loading import is_only_loading
 from fusedtp.kernels.signal import EPOCH, FIRST_SLOT, SIGNALS
@@ -31,7 +34,10 @@ from fusedtp.shards import even_sizes, offsets
 
 from .cases import Case
 from .operands import Operands, Results, Runner, Workload, device_here
+from .providers import Missing
 
+# The variant of a fused kernel with the other core.
+OTHER = f"fused, {WARP_SPECIALISED}"
 Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
 Checked: TypeAlias = tuple[float, float]  # largest error, largest error / allowed error
 
@@ -86,9 +92,35 @@ class Factors:
 
 
 def plain(dtype: str, *size: int) -> Launches:
-    """Make torch.mm and the own matmul."""
+    """Make torch.mm and the own matmul, with either core."""
     operands = Factors(dtype, *size)
-    return operands.library() | operands.own()
+    fill = preset.plain(operands.a, operands.b, other_core(operands.a, *size[:2]))
+    return operands.library() | operands.own() | {WARP_SPECIALISED: no_other(operands.filled(fill))}
+
+
+def other_core(a: Tensor, rows: int, cols: int) -> Config:
+    """Return the table's configuration with the warp-specialised core."""
+    return replace(config_for(a.device, a.dtype, rows, cols), core=WARP_SPECIALISED)
+
+
+def no_other(launch: Launch) -> Launch:
+    """Return a launch of the warp-specialised core, which is not run where the kernel would take the loop instead."""
+    run = [launch.launch]
+
+    def first() -> object:
+        if INTERPRETED:
+            raise Missing("interpreted kernels have the loop alone")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the warp-specialised core is not used")
+            try:
+                found = launch.launch()
+            except UserWarning as warning:
+                raise Missing(str(warning)) from None
+        run.append(launch.launch)
+        return found
+
+    run.append(first)
+    return launch._replace(launch=lambda: run[-1]())
 
 
 TILES = (
@@ -115,10 +147,16 @@ def gather(
     shard = operands.a.narrow(along, offsets(sizes)[preset.RANK], sizes[preset.RANK]).clone()
     # Rows that are not contiguous go through the own arena.
     shard = shard if in_place else shard.t().contiguous().t()
-    arenas, fill = preset.gathered(
-        shard, operands.a, operands.b, sizes, along=along, transposed=transposed, pushed=pushed
-    )
-    return operands.own() | {"fused": operands.filled(fill, arenas, transposed=transposed)}
+    config = other_core(operands.a, sizes[0] if along == 0 else size[0], size[1])
+    loop, other = (
+        operands.filled(fill, arenas, transposed=transposed)
+        for arenas, fill in (
+            preset.gathered(shard, operands.a, operands.b, sizes, along=along, transposed=transposed, pushed=pushed,
+                            config=each)
+            for each in (None, config)
+        )
+    )  # fmt: skip
+    return operands.own() | {"fused": loop, OTHER: no_other(other)}
 
 
 def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bool = False) -> Launches:
@@ -126,12 +164,15 @@ def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bo
     operands = Factors(dtype, *size)
     if turned:
         operands.a, operands.b = operands.a.t().contiguous().t(), operands.b.contiguous()
-    arenas, launch, parts = preset.scattered(operands.a, operands.b, even_sizes(size[0], ranks), to_all=to_all)
+    sizes = even_sizes(size[0], ranks)
+    config = other_core(operands.a, size[0] if to_all else sizes[0], 0 if to_all else size[1])
 
-    def check() -> Checked:
-        return max(map(operands.check, parts if to_all else [torch.cat(parts)]))
+    def made(config: Config | None) -> Launch:
+        arenas, launch, parts = preset.scattered(operands.a, operands.b, sizes, to_all=to_all, config=config)
+        whole = parts if to_all else None
+        return Launch(launch, lambda: max(map(operands.check, whole or [torch.cat(parts)])), arenas)
 
-    return operands.own() | {"fused": Launch(launch, check, arenas)}
+    return operands.own() | {"fused": made(None), OTHER: no_other(made(config))}
 
 
 def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Launches:
@@ -322,14 +363,14 @@ class Kernel(NamedTuple):
     variants: tuple[str, ...]
 
 
-_HOOKS = ("own_matmul", "fused")
+_HOOKS = ("own_matmul", "fused", OTHER)
 KERNELS: Mapping[str, Kernel] = {
     "latency": Kernel(latency, ("empty", "enter", "flags", "signals one by one", "signals at once")),
     "launches": Kernel(launches, ("torch.mm", "own_matmul")),
-    "matmul": Kernel(plain, ("torch.mm", "own_matmul")),
+    "matmul": Kernel(plain, ("torch.mm", "own_matmul", WARP_SPECIALISED)),
     "tiles": Kernel(tiled, ("torch.mm", *map(str, TILES))),
     **{
-        f"{name}, {count} ranks": Kernel(partial(_with_ranks, make, count), _HOOKS)
+        f"{name}, {count} ranks": Kernel(partial(_with_ranks, make, count), _HOOKS[: 2 + ("few-row" not in name)])
         for name, (make, _) in FUSED.items() for count in (2, 4, 8)
     },
     **{

@@ -13,7 +13,7 @@ import triton.language as tl
 from . import INTERPRETED
 from .launch import FP_FUSION, Channel
 from .loading import launch
-from .signal import EPOCH, SIGNALS, Link, begin, header, raise_signal, wait
+from .signal import EPOCH, Link, begin, header, raise_signal, raise_to_all, wait
 
 _WARPS = 4
 
@@ -53,12 +53,7 @@ def _signals_kernel(group, rank, fingerprint: tl.int64, slot, turns, AT_ONCE: tl
     for turn in range(turns):
         link = Link(group, rank, first + turn, fingerprint, 0)
         if AT_ONCE:
-            tl.debug_barrier()
-            ranks = tl.arange(0, 32)
-            mask = (ranks < group.WORLD_SIZE) & (ranks != rank)
-            headers = tl.load(group.peers + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int32))
-            signals = headers + SIGNALS + slot * group.WORLD_SIZE + rank
-            tl.atomic_xchg(signals, link.epoch, mask=mask, sem="release", scope="sys")
+            raise_to_all(link, slot)
         else:
             dst = (rank + 1) % group.WORLD_SIZE
             while dst != rank:

@@ -57,7 +57,10 @@ class Arenas:
         addresses = [each.data_ptr() for each in self.memory]
         peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64, device=device)
         # One channel for all launches, as in a workspace.
-        self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self.half_bytes, self._begin)
+        halves = tuple(each[self._begin :] for each in self.memory)
+        self.channel = Channel(
+            peers, halves[rank], rank, world_size, self.half_bytes, self._begin, arenas=halves
+        )  # fmt: skip
 
     def words(self, rank: int) -> Tensor:
         """Return the header of a rank's arena (int32), signals included."""
@@ -180,7 +183,7 @@ def scattered(
     lefts, rights = [_data(a)], [_data(b)]
 
     def launch() -> None:
-        kernel(arenas.channel, lefts, rights, at, scales)
+        kernel(arenas.channel, lefts, rights, at, scales, arenas.channel.arenas)
 
     parts = [
         arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]
