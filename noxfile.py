@@ -190,7 +190,7 @@ def bench(session: nox.Session) -> None:
     install(session)
     # -P: the installed package, not this folder. Its name is the last word, behind any warning.
     name = session.run(
-        "python", "-P", "-c", "from fusedtp.bench.machine import describe; print(describe().name)", silent=True
+        "python", "-P", "-c", "from fusedtp.machine import describe; print(describe().name)", silent=True
     )
     folder = f"results/{str(name).split()[-1]}/benchmarks"
     options = (f"--benchmark-storage={folder}", "--benchmark-save-data")

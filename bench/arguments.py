@@ -15,6 +15,7 @@ import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import output
+from .jobs import duration
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -76,11 +77,6 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             told = kept if first else "no step had ended, and no file was changed"
             console.print(f"Stopped after {duration(time.monotonic() - begin)}:\n{told}", soft_wrap=True)
             raise typer.Exit(130) from None
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words: "12 s", "4 min"."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def expected(seconds: float) -> str:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +27,16 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import reference
+from fusedtp.machine import nvml_of
 from fusedtp.op import OPS as TABLE
 from fusedtp.op import Op
+from fusedtp.reference import accumulate_in_float32
 from fusedtp.shards import even_sizes
 from fusedtp.workspaces import registry
 
+from . import store
 from .cases import Case
 from .operands import Operands, Results, Runner, Workload, device_here, passes
-from .oracle import accumulate_in_float32
 from .problem import Problem
 from .providers import Missing
 
@@ -339,17 +345,48 @@ def versions(group: ProcessGroup) -> str:
 
 def fabric() -> str:
     """Return NVML's state of the NVLink fabric of GPU 0."""
-    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
     # nvmlGpuFabricInfo_t in nvml.h: the cluster's 16 bytes, status, clique, and the state in one byte.
     info = (ctypes.c_uint32 * 7)()
-    codes = [nvml.nvmlInit_v2(), nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))]
-    codes.append(nvml.nvmlDeviceGetGpuFabricInfo(device, info))
+    try:
+        nvml, gpu = nvml_of(0)
+        code = nvml.nvmlDeviceGetGpuFabricInfo(gpu, info)
+    except (OSError, AttributeError) as error:
+        return f"unknown: {error}"
     states = "not supported", "not started", "in progress", "completed"
-    return f"codes {codes}, state {states[info[6] & 3]}, status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
+    told = f"status {info[4]}, clique {info[5]}, {bytes(info)[:16].hex()}"
+    return f"error {code}, state {states[info[6] & 3]}, {told}"
+
+
+def symmetric_memory(group: ProcessGroup) -> str:
+    """Check that this rank allocates symmetric memory, exchanges it with itself, and writes it by a stream operation.
+
+    Return the seconds of each.
+    """
+    if not torch.cuda.is_available():
+        raise Missing("symmetric memory on one GPU needs a GPU")
+    from fusedtp.memory.cuda import Gpu
+
+    importlib.import_module("torch.distributed._symmetric_memory")
+    memory, times = Gpu(device_here()), [time.perf_counter()]
+    own = memory.empty(4096)
+    times.append(time.perf_counter())
+    handle = memory.rendezvous(own, group.group_name)
+    words = handle.get_buffer(group.rank(), (1024,), torch.uint32)
+    times.append(time.perf_counter())
+    words.view(torch.int32).zero_()
+    torch.ops.symm_mem.stream_write_value32_(words, 5, 7)
+    torch.cuda.synchronize()
+    seen = own.view(torch.int32)[:8].tolist()
+    assert seen == [0, 0, 0, 0, 0, 7, 0, 0], f"a stream operation wrote 7 to word 5 of 8, which are {seen}"
+    times.append(time.perf_counter())
+    spent = [f"{last - first:.3f} s" for first, last in itertools.pairwise(times)]
+    return "allocated in {}, exchanged in {}, written in {}".format(*spent)
 
 
 def doctor(group: ProcessGroup) -> str:
     """Return what `fusedtp doctor` says."""
+    if lacking := [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]:
+        raise Missing(f"the command line needs {' and '.join(lacking)}")
     command = [sys.executable, "-P", "-m", "fusedtp.bench.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"doctor ended with status {done.returncode}: {done.stderr[-400:]}"
@@ -361,16 +398,29 @@ def memcheck(group: ProcessGroup) -> str:
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if found is None or not torch.cuda.is_available():
         raise Missing("no compute-sanitizer, or no GPU")
-    tool = (found, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", "86")
+    return sanitized(found)
+
+
+def sanitized(sanitizer: str) -> str:
+    """Run the item `sanitized` under that program and return its last line; `Missing` if it is refused here."""
+    tool = (sanitizer, "--tool", "memcheck", "--target-processes", "all", "--error-exitcode", str(FOUND))
     with tempfile.TemporaryDirectory() as out:
         # Without torch's cache, memory past a tensor is unallocated.
         done = subprocess.run(
             [*tool, sys.executable, "-P", "-m", "fusedtp.bench.gpu", "--item", "sanitized", "--out", out],
             env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, capture_output=True, text=True,
         )  # fmt: skip
-    last = (done.stdout.strip() or "no output").splitlines()[-1]
+        rows = [row for path in Path(out).glob("*.csv") for row in store.read(path)]
+    last = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()[-1]
+    # A machine may not let the sanitizer attach, or may not let CUDA start below it.
+    if done.returncode not in (0, FOUND) and not any(row.passed for row in rows):
+        raise Missing(f"compute-sanitizer is refused here, it ended with {done.returncode}: {last}")
     assert done.returncode == 0, f"compute-sanitizer ended with {done.returncode}: {last}"
     return last
+
+
+# Exit status of the sanitizer that has found an error.
+FOUND = 86
 
 
 class Check(NamedTuple):
@@ -395,6 +445,7 @@ def _layers(item: str, schedule: str, dtype: str) -> dict[str, Check]:
 
 CHECKS: Mapping[str, Check] = {
     "versions": Check("versions", versions, world_size=1),
+    "symmetric memory": Check("versions", symmetric_memory, world_size=1),
     **_layers("ranks", "fused", "bfloat16"),
     "collectives 260 x 300": Check("ranks", collectives, ("bfloat16", (260, 300))),
     "collectives 7 x 5": Check("ranks", collectives, ("bfloat16", (7, 5))),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from . import arguments, cli_plan, cli_predict, cli_report, cli_tune
+from . import arguments, cli_predict, cli_report, cli_tune
 from .output import Console, streams
 from .ranks import NotJoined
 
@@ -49,7 +49,7 @@ app = typer.Typer(
     epilog="On a machine with a GPU, `python -P -m fusedtp.bench.gpu` checks and times the kernels in ten minutes.",
     no_args_is_help=True, **arguments.PLAIN,
 )  # fmt: skip
-app.command()(cli_plan.plan)
+app.command()(cli_predict.plan)
 app.command()(cli_predict.predict)
 app.command()(cli_predict.explain)
 app.add_typer(cli_report.app)
@@ -77,25 +77,13 @@ class WithProviders(TyperCommand):
     """Command whose help ends with the providers, and why each does not run; only help looks them up."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        from .machine import describe
+        from fusedtp.machine import describe
+
         from .providers import listing
 
         super().format_help(ctx, formatter)
         with formatter.section("Baselines; by default all but tree and switch"):
             formatter.write_dl(list(listing(describe().num_gpus)))
-
-
-# Options that several commands have.
-WorldSize = Annotated[
-    str | None,
-    typer.Option(help="Numbers of ranks; default 1, 2, 4 .. up to the GPUs, or the launcher's ranks; on CPUs a few."),
-]
-Model = Annotated[
-    str | None, typer.Option(help="Sizes of these models' blocks: llama3-8b, .., or a config.json of Hugging Face.")
-]
-Tokens = Annotated[str | None, typer.Option(help="Tokens of the models' blocks: 512,2048, or 16:16384 for doubling.")]
-Out = Annotated[Path, typer.Option(help="Folder for rows and pictures, one folder a machine.")]
-Verbose = Annotated[bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")]
 
 
 @app.command(cls=WithProviders)
@@ -107,7 +95,12 @@ def sweep(
             "forward and a step; collectives: against bytes. Comma-separated."
         ),
     ] = "ops",
-    world_size: WorldSize = None,
+    world_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of ranks; default 1, 2, 4 .. up to the GPUs, or the launcher's ranks; on CPUs a few."
+        ),
+    ] = None,
     op: Annotated[
         str | None,
         typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; comma-separated. Default all."),
@@ -138,8 +131,12 @@ def sweep(
     shape: Annotated[
         list[str] | None, typer.Option(help="One global size, M,N,K or the suite's lengths; may be repeated.")
     ] = None,
-    model: Model = None,
-    tokens: Tokens = None,
+    model: Annotated[
+        str | None, typer.Option(help="Sizes of these models' blocks: llama3-8b, .., or a config.json of Hugging Face.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the models' blocks: 512,2048, or 16:16384 for doubling.")
+    ] = None,
     seconds: Annotated[
         float | None,
         typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one case; default by suite, 1."),
@@ -159,8 +156,12 @@ def sweep(
             help="Seconds that one case may take in all; default three minutes and ten times its estimate.",
         ),
     ] = None,
-    verbose: Verbose = False,
-    out: Out = Path("results"),
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print rates, checks, reasons and how to read it.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for rows and pictures, one folder a machine: sweep.csv, or SUITE.csv of one.")
+    ] = Path("results"),
 ) -> None:
     """Check and time every schedule on this machine.
 
@@ -198,17 +199,19 @@ def sweep(
     else:
         given["sizes"] = tuple(arguments.numbers(text, "--shape") for text in shape or ())
     given |= {"seconds": seconds, "rounds": rounds, "patience": patience, "graph": graph}
-    _run(suites, world_size, model, tokens, given, out, "sweep", launches=launches, verbose=verbose)
+    name = "sweep" if suites == ("ops",) or len(suites) > 1 else suites[0]
+    _run(suites, world_size, model, tokens, given, out / name, launches=launches, verbose=verbose)
 
 
 def _run(
     suites: tuple[str, ...], world_size: str | None, model: str | None, tokens: str | None, given: dict[str, Any],
-    out: Path, name: str, *, launches: int = 1, verbose: bool = False,
+    out: Path, *, launches: int, verbose: bool,
 ) -> None:  # fmt: skip
-    # Plan, run, keep and show suites of cases. name: of the file of rows.
+    # Plan, run, keep and show suites of cases. out: the folder, and the name of the file of rows.
+    from fusedtp.machine import describe
+
     from . import cases, providers, store
     from .jobs import START_SECONDS, Request, estimate, plan
-    from .machine import describe
     from .sweep import join, launched, run_launched, run_spawned
 
     machine = describe()
@@ -233,7 +236,7 @@ def _run(
     )  # fmt: skip
     speaks = here is None or here.rank == 0
     console = Console(quiet=not speaks)
-    path = arguments.folder(out, machine.name) / f"{name}.csv"
+    path = arguments.folder(out.parent, machine.name) / f"{out.name}.csv"
     if path.exists() and not store.is_outdated(path):
         # Fail before minutes are spent on rows that could not be added to the file.
         arguments.rows(path, "; move it away to write a new one")
@@ -286,34 +289,6 @@ def _keep(rows: list[Measurement], together: list[Measurement], path: Path, cons
         raise typer.Exit(1)
 
 
-def _suite(name: str, about: str, sizes: str) -> None:
-    # Register the command of one suite; its rows go to a file of its name.
-    def command(
-        world_size: WorldSize = None,
-        shapes: Annotated[
-            list[str] | None,
-            typer.Option("--shape", "--shapes", help="One size, its lengths with commas; may be repeated."),
-        ] = None,
-        model: Model = None,
-        tokens: Tokens = None,
-        seconds: Annotated[
-            float | None, typer.Option(min=0, callback=arguments.finite, help="Time for the rounds of one size.")
-        ] = None,
-        verbose: Verbose = False,
-        out: Out = Path("results"),
-    ) -> None:
-        sizes = tuple(arguments.numbers(text, "--shape") for text in shapes or ())
-        _run((name,), world_size, model, tokens, {"sizes": sizes, "seconds": seconds}, out, name, verbose=verbose)
-
-    more = f"The suite {name!r} of `fusedtp sweep`, on CPUs and GPUs, beside torch's DTensor styles."
-    app.command(name, help=f"{about}\n\n{more} Sizes are {sizes}.")(command)
-
-
-_suite("mlp", "Time a tensor-parallel MLP.", "M,D,F: tokens, features, hidden features")
-_suite("grouped", "Time q, k and v at one gather.", "M,H,Nq,Nk,Nv: tokens, features, those of q, k, v")
-_suite("decode", "Time a decoder's all-reduce of few tokens.", "M,N,K: tokens, features out, in")
-
-
 @app.command()
 def train(
     steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 50,
@@ -328,9 +303,10 @@ def train(
 
     On a 2 x 2 mesh of CPU ranks, and in one process, which is the reference.
     """
+    from fusedtp.machine import describe
+
     from . import train as training
     from .cases import ranks
-    from .machine import describe
 
     arguments.order(order, 4)
     console = Console()
@@ -381,19 +357,6 @@ def overhead(
     if frame["q1_us"].min() < 0:
         console.print("Careful, calls took less than their parts: take more --rounds, on a quiet machine.")
     console.print(f"both: forward and backward. Rows added to {out}", soft_wrap=True)
-
-
-@app.command()
-def doctor(
-    providers: Annotated[bool, typer.Option("--providers", help="List the baselines of `fusedtp sweep` too.")] = False,
-) -> None:
-    """Say what this machine has and which schedules run here.
-
-    The last line says which one `auto` takes.
-    """
-    from .doctor import examine
-
-    examine(Console(), providers=providers)
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""`fusedtp predict | explain`: what the cost model and the planner say about an op. No rank is started."""
+"""`fusedtp predict | explain | plan`: what the cost model and the planners say. No rank is started."""
 
 from __future__ import annotations
 
 import textwrap
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,23 +23,12 @@ if TYPE_CHECKING:
 
 def hardware_of(name: str, world_size: int) -> Hardware:
     """Return the hardware of a name in the table. `here` is this machine as `fusedtp tune` measured it."""
-    from fusedtp.choose import tuning
-    from fusedtp.cost.hardware import HARDWARE, find, of_gpu
+    from fusedtp.choose.tuning import hardware_here
+    from fusedtp.cost.hardware import HARDWARE, find
 
-    if name.lower() in HARDWARE:
-        return find(name)
-    if name != "here":
+    if name.lower() not in (*HARDWARE, "here"):
         raise typer.BadParameter(f"--hardware must be among here, {', '.join(HARDWARE)}, got {name!r}")
-    table, _, ignored = tuning.load()
-    machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
-    if table is None or machine is None:
-        where = tuning.path() or "FUSEDTP_TUNING=off"
-        what = f"{where}: no rates of this machine: run `fusedtp tune` first, with float32 among its dtypes"
-        raise ValueError(ignored or what)
-    if machine.in_place and world_size not in table.rates:
-        measured = ", ".join(map(str, table.rates))
-        raise ValueError(f"this machine was measured on {measured} ranks: give --world-size one of these, or tune it")
-    return machine
+    return find(name) if name.lower() in HARDWARE else hardware_here(world_size)
 
 
 def predict(
@@ -197,42 +185,19 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
 
 
 def show_hardware(console: Console) -> None:
-    """Print the ops, what the numbers mean, every machine's, those of all machines once, and each source once."""
-    from fusedtp.cost.hardware import HARDWARE, NUMBERS, Hardware
+    """Print the ops and the table of hardware."""
+    from fusedtp.cost.hardware import listing
     from fusedtp.cost.model import OPS
 
-    # Do not break an address, however long.
-    wrapped = partial(
-        textwrap.fill, width=console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-    )
-    first, *others = HARDWARE.values()
-    shared = [name for name in NUMBERS if all(getattr(first, name) == getattr(each, name) for each in others)]
-
-    def show(title: str, machine: Hardware, names: Sequence[str]) -> None:
-        values = {name: value for name in names if (value := getattr(machine, name)) is not None}
-        if rates := values.get("matrix_tflops"):
-            values["matrix_tflops"] = " ".join(f"{dtype} {rate:g}" for dtype, rate in rates.items())
-        console.print(title, style="bold")
-        typer.echo(wrapped("    " + ", ".join(f"{name} {value}" for name, value in values.items())))
-
-    typer.echo(wrapped(f"ops: {', '.join(OPS)}"))
-    console.print("gbps: GB/s (1e9 bytes) one way. tflops: TFLOP/s, dense. us: microseconds", style="bold")
-    for text in (Hardware.__doc__ or "").replace("`", "").split("\n    - ")[1:]:
-        if text.split(":")[0].split(",")[0] in NUMBERS:
-            typer.echo(wrapped(f"    {' '.join(text.split())}"))
-    sources: dict[tuple[str, str], list[str]] = {}
-    for machine in HARDWARE.values():
-        show(f"{machine.name}: {machine.title}", machine, [name for name in NUMBERS if name not in shared])
-        for name, source in machine.sources.items():
-            sources.setdefault((source, name), []).append(machine.name)
-    show("all", first, shared)
-    console.print("Sources; on a machine not named the number is assumed to be the same", style="bold")
-    of: dict[tuple[str, str], list[str]] = {}
-    for (source, name), machines in sources.items():
-        if (as_on := source.removeprefix("assumed as on ")) == source or (as_on, name) not in sources:
-            of.setdefault((source, "all" if len(machines) == len(HARDWARE) else ", ".join(machines)), []).append(name)
-    for (source, whose), names in of.items():
-        typer.echo(wrapped(f"{whose}: {', '.join(names)}: {source}"))
+    for title, lines in (("", [f"ops: {', '.join(OPS)}"]), *listing()):
+        if title:
+            console.print(title, style="bold")
+        for line in lines:
+            # Do not break an address, however long.
+            folded = textwrap.wrap(
+                line, console.width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+            )
+            typer.echo("\n".join(folded))
 
 
 def explain(
@@ -268,3 +233,29 @@ def explain(
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(f"{error}") from error
     typer.echo(str(found))
+
+
+def plan(
+    config: Annotated[str, typer.Argument(help="A config.json or its folder, or a model's name on the hub.")],
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks to split over.")] = 2,
+    sequence_parallel: Annotated[bool, typer.Option(help="Split tokens between the matmuls.")] = True,
+) -> None:
+    """Show how a Hugging Face decoder would be split over ranks.
+
+    That is what fusedtp.parallelize would make of it: a style for each module, or why it cannot.
+    """
+    from rich.padding import Padding
+
+    from fusedtp.hf.plan import plan_of
+
+    try:
+        (title, *lines), notes = plan_of(config, world_size, sequence_parallel=sequence_parallel)
+    except (ImportError, OSError, ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(f"{error}") from error
+    console = Console()
+    console.print(title, style="bold")
+    for line in lines:
+        text = line.lstrip(" ")
+        console.print(Padding(text, (0, 0, 0, len(line) - len(text)), expand=False))
+    for note in notes:
+        typer.echo(note, err=True)

@@ -1,7 +1,8 @@
-"""Commands that draw and print stored rows: `fusedtp report | compare`."""
+"""Commands that print and draw what is known: `fusedtp report | compare | timeline | doctor`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +35,10 @@ def report(
     sweep.csv gives sweep.png, sweep.html, which needs no other file, and its pictures as PNGs in sweep-figures/. A
     timeline.json beside it is drawn on the page too.
     """
+    from fusedtp.machine import describe
+
     from . import report as drawing
     from .cli_predict import hardware_of
-    from .machine import describe
 
     console = Console()
     if rows and out is not None:
@@ -118,9 +120,10 @@ def timeline(
     Leaves one call of each schedule as timeline.json, for Perfetto, and timeline.png. Says which schedule is faster
     over all recorded calls, and why the shown one is slower where it is.
     """
+    from fusedtp.machine import describe
+
     from . import timeline as recorded
     from .cases import DTYPES, OPS, Case
-    from .machine import describe
     from .ranks import RankError
 
     console, machine = Console(), describe()
@@ -147,3 +150,52 @@ def timeline(
         console.print(line)
     told = f"trace, for ui.perfetto.dev or chrome://tracing:\n  {path}\npicture: {path.with_suffix('.png')}"
     console.print(told, soft_wrap=True)
+
+
+@app.command()
+def doctor(
+    providers: Annotated[bool, typer.Option("--providers", help="List the baselines of `fusedtp sweep` too.")] = False,
+) -> None:
+    """Say what this machine has and which schedules run here.
+
+    The last line says which one `auto` takes.
+    """
+    from fusedtp import doctor as examined
+    from fusedtp.choose import tuning
+    from fusedtp.machine import describe
+
+    from .providers import listing
+    from .ranks import RankError, RankPool
+    from .sweep import rank_environment
+
+    console, machine = Console(), describe()
+    for title, lines in examined.sections(machine).items():
+        _section(console, title, lines)
+    # Try two real ranks, for a few seconds.
+    try:
+        with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
+            reached, detail = pool.run(examined.reachable)[0]
+    except RankError as error:
+        reached, detail = False, f"trying it failed: {error}"
+    table, _, ignored = tuning.load()
+    missing = examined.compiler()[1] if machine.num_gpus else ""
+    found = examined.Findings(
+        machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored
+    )  # fmt: skip
+    _section(console, "Schedules", [*examined.schedule_lines(found)])
+    if providers:
+        _section(console, "Providers", listing(found.num_gpus))
+    console.print(found.verdict)
+
+
+def _section(console: Console, title: str, lines: Sequence[tuple[str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    if lines:
+        console.print(title, style="bold")
+        console.print(table)

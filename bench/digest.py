@@ -33,7 +33,7 @@ CPU = (
 )  # fmt: skip
 # Folders stand for all their modules.
 GPU = (
-    "bench/preset.py", "kernels", "schedules/fused.py", "schedules/producer.py",
+    "bench/gpu_kernels.py", "kernels", "schedules/fused.py", "schedules/preset.py", "schedules/producer.py",
     "workspaces/agreement.py",
 )  # fmt: skip
 # Tables of properties that calls read, and the closure that all variants share.

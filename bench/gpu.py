@@ -1,55 +1,55 @@
 """Check and time the kernels on one GPU within ten minutes: `python -P -m fusedtp.bench.gpu`. See docs/gpu.md.
 
-The command runs the items of `plan` in order: cases of the registry, by the sweep's gate, clock and rows, with a
-budget. An item has a time limit. A variant whose process dies, for example after an illegal memory access, costs the
-others of its case nothing: they run again on a fresh process. The run ends in time, and every case has a row. After the
-first item, one process for each core compiles the kernels that the timed items launch.
+The items of `plan` are cases of the registry, which run in order by the sweep's gate, clock and rows, each item with a
+budget. After the first item, one process for each core compiles the kernels that the timed items launch. Nothing here
+imports more than torch, Triton and numpy.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
-import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-import typer
 from torch.distributed import ProcessGroup
 
-from . import arguments, checks
+from fusedtp.files import visible
+from fusedtp.machine import Machine, describe
+
+from . import checks
 from .cases import Case, block
-from .gpu_kernels import DOWN, FUSED, KERNELS, UP, Size
-from .jobs import Job
-from .machine import Machine, describe
+from .gpu_kernels import DOWN, FEW, FUSED, KERNELS, UP, Size
+from .jobs import Job, duration
+from .providers import Missing
 from .ranks import RankError, RankPool, kept
-from .store import PASSED, Measurement, Outcome, rows_of, update
+from .store import PASSED, Measurement, update
 from .suites import SUITE_OF
-from .sweep import run_on
+from .sweep import Budget, run_spawned
 
 # No size of a dry run is larger.
 DRY_SIZE = 256
-# Longest case, and number of equal failures that end an item.
-CASE_SECONDS, MAX_ALIKE = 60.0, 3
-NOT_REACHED = "not reached: the run's time is over"
 
 
-def kernel(name: str, size: Size, dtype: str, *, timed: bool = True, seconds: float = 0.6) -> Job:
+def kernel(name: str, size: Size, dtype: str = "bfloat16", *, timed: bool = True, seconds: float = 0.6) -> Job:
     """Return the job of one of `KERNELS` at a size, M, N, K as one rank multiplies them."""
     case = Case("kernel", *size, dtype, 1, layer=name)
-    return Job(case, KERNELS[name].variants, timed, seconds, num_gpus=1, patience=CASE_SECONDS)
+    return Job(case, KERNELS[name].variants, timed, seconds, num_gpus=1)
 
 
-def check(name: str) -> Job:
-    """Return the job of one of `checks.CHECKS`, which is never timed."""
-    found = checks.CHECKS[name]
-    case = Case("check", *found.size, found.dtype, found.world_size, layer=name)
-    return Job(case, ("check",), False, num_gpus=1, patience=CASE_SECONDS)
+def named(*items: str) -> list[Job]:
+    """Return the jobs of the checks of some items, which are never timed."""
+    return [
+        Job(Case("check", *found.size, found.dtype, found.world_size, layer=name), ("check",), False, num_gpus=1)
+        for name, found in checks.CHECKS.items() if found.item in items
+    ]  # fmt: skip
 
 
 def block_sizes(tokens: int, layers: slice) -> list[Size]:
@@ -72,53 +72,27 @@ def matmul() -> list[Job]:
     return small + [kernel("matmul", size, dtype) for dtype, size in sized]
 
 
-def tiles() -> list[Job]:
-    """Time tiles of the own matmul beside torch.mm."""
-    sizes = ((8192, 8192, 8192), (8192, 7168, 8192), (8192, 8192, 3584), (512, 7168, 8192), (128, 7168, 8192))
-    return [kernel("tiles", size, "bfloat16", seconds=2.0) for size in sizes]
-
-
 def hooks() -> list[Job]:
     """Time fused kernels with all signals raised in advance, beside the own matmul."""
-    found = [kernel(f"{name}, {ranks} ranks", size, "bfloat16")
-             for name, (_, sizes) in FUSED.items() for ranks, size in sizes]  # fmt: skip
+    found = [kernel(f"{name}, {ranks} ranks", size) for name, (_, sizes) in FUSED.items() for ranks, size in sizes]
     for name, (ranks, size) in (("gather rows", UP[0]), ("scatter", DOWN[0])):
         found.append(kernel(f"float8 {name}, {ranks} ranks", size, "float8_e4m3fn"))
     return found
 
 
-def pushers() -> list[Job]:
-    """Time a gather of the own rows alone, sent to seven peers, by number of sending programs."""
-    sizes = ((1024, 7168, 8192), (4096, 7168, 8192))
-    return [kernel("gather own rows, 8 ranks", size, "bfloat16", seconds=1.5) for size in sizes]
-
-
-def link() -> list[Job]:
-    """Time a gather whose peer's rows are in pinned host memory, copied by a copy engine beside the matmul."""
-    if not torch.cuda.is_available():
-        return []
-    sizes = ((8192, 7168, 4096), (8192, 3584, 4096))
-    return [kernel("gather rows over a link", size, "bfloat16", seconds=2.0) for size in sizes]
+def float16() -> list[Job]:
+    """Time fused kernels in float16, and check layers on two ranks."""
+    sizes = {"gather rows": UP[0], "scatter": DOWN[0], "few-row all-reduce": FEW[0]}
+    return [kernel(f"{name}, {ranks} ranks", size, "float16") for name, (ranks, size) in sizes.items()] + named(
+        "float16"
+    )
 
 
 def sanitized() -> list[Job]:
     """Return the kernels that run at 256 x 256 x 256 under compute-sanitizer."""
     names = ("gather rows, pushing", "scatter", "few-row all-reduce", "gather rows, through the arena")
-    few = [kernel(f"{name}, 2 ranks", (64 if "few" in name else 256, 256, 256), "bfloat16", timed=False)
-           for name in names]  # fmt: skip
-    return [kernel("matmul", (256, 256, 256), "bfloat16", timed=False), *few]
-
-
-def float16() -> list[Job]:
-    """Time fused kernels in float16, and check layers on two ranks."""
-    found = [kernel(f"{name}, {sizes[0][0]} ranks", sizes[0][1], "float16")
-             for name, (_, sizes) in list(FUSED.items())[:3]]  # fmt: skip
-    return found + named("float16")
-
-
-def named(*items: str) -> list[Job]:
-    """Return the jobs of the checks of an item."""
-    return [check(name) for name, found in checks.CHECKS.items() if found.item in items]
+    few = [kernel(f"{name}, 2 ranks", (64 if "few" in name else 256, 256, 256), timed=False) for name in names]
+    return [kernel("matmul", (256, 256, 256), timed=False), *few]
 
 
 class Item(NamedTuple):
@@ -133,20 +107,32 @@ class Item(NamedTuple):
 def plan(*, dry_run: bool = False) -> dict[str, Item]:
     """Return the items, the most telling first. A dry run has small sizes and two rounds."""
     small = [kernel("matmul", (256, 256, 256), dtype, timed=False) for dtype in ("float32", "bfloat16")]
+    tiles = ((8192, 8192, 8192), (8192, 7168, 8192), (8192, 8192, 3584), (512, 7168, 8192), (128, 7168, 8192))
+    pushers, link = ((1024, 7168, 8192), (4096, 7168, 8192)), ((8192, 7168, 4096), (8192, 3584, 4096))
     items = {
         "versions": Item(
-            20, named("versions") + small, "versions, fabric, multicast; one matmul in float32 and in bfloat16"),
+            25, named("versions") + small,
+            "versions, fabric, multicast; symmetric memory, its rendezvous, a stream write; small matmuls"),
+        "latency": Item(
+            15, [kernel("latency", (100, 1, 1)), kernel("launches", (1000, 64, 64))],
+            "a launch, a flag between two programs, signals to seven peers, 1,000 launches beside torch.mm", True),
         "matmul": Item(
             55, matmul(), "own matmul beside torch.mm, Llama 3 and few rows; all dtypes against float64", True),
-        "tiles": Item(90, tiles(), "six tiles at five sizes beside torch.mm", True),
-        "hooks": Item(80, hooks(), "fused kernels, signals raised before, beside the own matmul; float8", True),
-        "pushers": Item(30, pushers(), "gather of the own rows with 0, 6, 12 and 33 pushing programs", True),
         "ranks": Item(120, named("ranks"), "two ranks on the one GPU: ops, layers, gradients, graphs, a missing peer"),
-        "link": Item(45, link(), "a peer in pinned host memory, its rows copied beside the matmul", True),
+        "hooks": Item(95, hooks(), "fused kernels, signals raised before, beside the own matmul; float8", True),
+        "tiles": Item(
+            90, [kernel("tiles", size, seconds=2.0) for size in tiles],
+            "six tiles at five sizes beside torch.mm", True),
+        "pushers": Item(
+            30, [kernel("gather own rows, 8 ranks", size, seconds=1.5) for size in pushers],
+            "gather of the own rows with 0, 6, 12 and 33 pushing programs", True),
+        "link": Item(
+            45, [kernel("gather rows over a link", size, seconds=2.0) for size in link if torch.cuda.is_available()],
+            "a peer in pinned host memory, its rows copied beside the matmul", True),
         "memcheck": Item(40, named("memcheck"), "kernels at 256 x 256 x 256 under compute-sanitizer"),
         "float16": Item(60, float16(), "fused kernels and layers in float16", True),
         "trees": Item(40, named("trees"), "sums in the order of a tree, on two ranks"),
-        "doctor": Item(40, named("doctor"), "fusedtp doctor"),
+        "doctor": Item(40, named("doctor"), "fusedtp doctor, where typer and rich are installed"),
     }  # fmt: skip
     if not dry_run:
         return items
@@ -164,14 +150,18 @@ def _small(job: Job) -> Job:
     if job.case.op == "check":
         # The seed tells the check that fewer repetitions are enough.
         return replace(job, case=replace(job.case, seed=1))
-    size = {name: min(getattr(job.case, name), DRY_SIZE) for name in ("M", "N", "K")}
+    # M is also a number of launches, or of flags.
+    most = 4 if job.case.layer in ("latency", "launches") else DRY_SIZE
+    size = {name: min(getattr(job.case, name), most) for name in ("M", "N", "K")}
     return replace(job, case=replace(job.case, **size), rounds=2 if job.timed else None)
 
 
-# Time to end the run, and the least time in which a case may begin.
-END_SECONDS, LEAST_SECONDS = 5.0, 4.0
+# Time to end the run.
+END_SECONDS = 5.0
 # Seconds for compiling kernels before the timed items, and the name of this step.
 COMPILE_SECONDS, KERNEL_STEP = 45.0, "kernels"
+# The item that runs under compute-sanitizer.
+SANITIZED = "sanitized"
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1", "FUSEDTP_TUNING": "off", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     # Deterministic mode, which poisons fresh memory, asks cuBLAS for it.
@@ -205,7 +195,8 @@ def load(group: ProcessGroup, jobs: Sequence[Job]) -> int:
         with only_loading():
             problem = SUITE_OF[job.case.op].setup(job.case, group, torch.device("cuda", torch.cuda.current_device()))
             for variant in job.variants:
-                problem.runner(variant)()
+                with contextlib.suppress(Missing):
+                    problem.runner(variant)()
         # One process for each core shares the device's memory.
         del problem
         torch.cuda.empty_cache()
@@ -214,43 +205,25 @@ def load(group: ProcessGroup, jobs: Sequence[Job]) -> int:
 
 def run_item(item: Item, path: Path, machine: Machine, end: float) -> Counter[str]:
     """Run an item's jobs until its own time or the run's (`end`) is over; return the number of rows by status."""
-    end, counts, alike = min(time.monotonic() + item.seconds, end), Counter[str](), Counter[str]()
-    env = ENVIRONMENT | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
-    pools = {size: RankPool(size, env=env, timeout=item.seconds) for size in {job.case.world_size for job in item.jobs}}
-    try:
-        for job in item.jobs:
-            left = end - time.monotonic()
-            if most := [kind for kind, count in alike.items() if count >= MAX_ALIKE]:
-                rows = absent(job, f"{MAX_ALIKE} failures alike: {most[0]}", machine)
-            elif left < LEAST_SECONDS:
-                rows = absent(job, NOT_REACHED, machine)
-            else:
-                pool = pools[job.case.world_size]
-                outcomes = run_on(pool, replace(job, patience=min(CASE_SECONDS, left)), {})
-                rows = rows_of(job.case, outcomes, machine)
-                if any(row.failed for row in rows):
-                    pool.close()
-            update(path, rows)
-            counts.update("failed" if row.failed else row.gate.partition(":")[0] for row in rows)
-            # Failures that differ only in numbers.
-            alike.update({re.sub(r"[0-9.e+-]*[0-9]", "#", row.gate.strip().splitlines()[-1])[:200]
-                          for row in rows if row.failed})  # fmt: skip
-            for row in rows:
-                said = f"{row.median_ms:.4g} ms" if row.median_ms else row.path or row.gate.strip().splitlines()[-1]
-                size = f"{row.M} x {row.N} x {row.K} {row.dtype}" if row.op == "kernel" else ""
-                print(f"  {row.gate.partition(':')[0][:8]:8} {row.layer}, {row.variant} {size}: {said}", flush=True)
-    finally:
-        for pool in pools.values():
-            pool.close()
+    counts = Counter[str]()
+
+    def done(job: Job, rows: list[Measurement]) -> None:
+        update(path, rows)
+        for row in rows:
+            last = row.gate.strip().splitlines()[-1]
+            counts["failed" if row.failed else row.gate.partition(":")[0]] += 1
+            size = f"{row.M} x {row.N} x {row.K} {row.dtype}" if row.op == "kernel" else ""
+            told = f"{row.median_ms:.4g} ms" if row.median_ms else row.path or last
+            print(visible(f"  {last.partition(':')[0][:8]:8} {row.layer}, {row.variant} {size}: {told}"), flush=True)
+
+    if item.jobs:
+        budget = Budget(min(time.monotonic() + item.seconds, end))
+        env = ENVIRONMENT | {"TRITON_INTERPRET": str(int(not torch.cuda.is_available()))}
+        run_spawned(item.jobs, machine, done, budget=budget, env=env)
     return counts
 
 
-def absent(job: Job, why: str, machine: Machine) -> list[Measurement]:
-    """Return the rows of a job that is not run."""
-    return rows_of(job.case, [Outcome(name, "forward", not_run=why) for name in job.variants], machine)
-
-
-def run_all(items: dict[str, Item], out: Path, end: float, machine: Machine) -> Counter[str]:
+def run_all(items: Mapping[str, Item], out: Path, end: float, machine: Machine) -> Counter[str]:
     """Run the items; return how many rows there are by status."""
     total = Counter[str]()
     names = list(items)
@@ -268,8 +241,8 @@ def run_all(items: dict[str, Item], out: Path, end: float, machine: Machine) -> 
                 told = f"{', '.join(f'{count} {status}' for status, count in counts.items())}; {path}"
                 total += counts
             later = sum(COMPILE_SECONDS if each == KERNEL_STEP else items[each].seconds for each in todo[number:])
-            left = arguments.duration(max(0.0, min(later, end - time.monotonic())))
-            print(f"{name:9} {told}; {arguments.duration(time.monotonic() - begin)}, at most {left} left", flush=True)
+            left = duration(max(0.0, min(later, end - time.monotonic())))
+            print(f"{name:9} {told}; {duration(time.monotonic() - begin)}, at most {left} left", flush=True)
     return total
 
 
@@ -279,50 +252,49 @@ def age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - began
 
 
-def gpu(
-    list_: Annotated[bool, typer.Option("--list", help="Show the plan.")] = False,
-    seconds: Annotated[float, typer.Option(help="Time of the whole run.")] = 540.0,
-    out: Annotated[Path, typer.Option(help="Folder for rows, which are added to.")] = Path("gpu-rows"),
-    item: Annotated[list[str] | None, typer.Option(help="Only this item; may be repeated.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Small sizes, two rounds. Without a GPU kernels are interpreted.")
-    ] = False,
-    commit: Annotated[str, typer.Option(help="The rows' commit, where no checkout says it.")] = "",
-) -> None:
-    """Check and time the kernels on one GPU within ten minutes, the most telling first."""
-    items = plan(dry_run=dry_run)
-    chosen = arguments.names(",".join(item or items), (*items, SANITIZED), "--item")
-    if list_:
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: 1 if anything is wrong or late."""
+    parser = argparse.ArgumentParser("fusedtp.bench.gpu", description=(__doc__ or "").partition(":")[0] + ".")
+    parser.add_argument("--list", action="store_true", help="show the plan")
+    parser.add_argument("--seconds", type=float, default=540.0, help="time of the whole run (540)")
+    parser.add_argument("--out", type=Path, default=Path("gpu-rows"), help="folder for rows, which are added to")
+    names = (*plan(), SANITIZED)
+    parser.add_argument("--item", action="append", choices=names, metavar="ITEM", help="only this one; may be repeated")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="small sizes, two rounds; without a GPU kernels are interpreted"
+    )
+    parser.add_argument("--commit", default="", help="the rows' commit, where no checkout says it")
+    told = parser.parse_args(given)
+    items = plan(dry_run=told.dry_run)
+    if told.list:
         print(f"{'s':>4}  {'item':9} what; its rows are in gpu-ITEM.csv")
-        for name in chosen:
-            print(
-                textwrap.fill(
-                    f"{items[name].seconds:4.0f}  {name:9} {items[name].what}", 80, subsequent_indent=" " * 16
-                )
-            )
-        return
-    if not torch.cuda.is_available() and not dry_run:
-        raise typer.BadParameter("this needs a CUDA device, and torch finds none: --dry-run needs none")
-    end, machine = time.monotonic() + seconds - age() - END_SECONDS, describe()
-    machine = replace(machine, commit=commit or machine.commit)
-    print(f"{machine.name}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}", flush=True)
-    items[SANITIZED] = Item(seconds, sanitized(), "")
+        for name in told.item or items:
+            line = f"{items[name].seconds:4.0f}  {name:9} {items[name].what}"
+            print(textwrap.fill(line, 80, subsequent_indent=" " * 16))
+        return 0
+    if not torch.cuda.is_available() and not told.dry_run:
+        parser.error("this needs a CUDA device, and torch finds none: --dry-run needs none")
     try:
-        counts = run_all({name: items[name] for name in chosen}, arguments.folder(out), end, machine)
+        told.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out must be a folder that can be written, got {str(told.out)!r}: {error.strerror}")
+    end, machine = time.monotonic() + told.seconds - age() - END_SECONDS, describe()
+    machine = replace(machine, commit=told.commit or machine.commit)
+    print(f"{machine.name}, torch {machine.torch}, triton {machine.triton}, commit {machine.commit}", flush=True)
+    chosen = {name: items[name] for name in told.item or items if name != SANITIZED}
+    if SANITIZED in (told.item or ()):
+        chosen[SANITIZED] = Item(told.seconds, sanitized(), "")
+    try:
+        counts = run_all(chosen, told.out, end, machine)
     except KeyboardInterrupt:
-        print(f"Stopped: the rows so far are in {out}/gpu-*.csv")
-        raise typer.Exit(130) from None
+        print(f"Stopped: the rows so far are in {told.out}/gpu-*.csv")
+        return 130
     print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    if set(counts) - {PASSED, "not run"} or counts["failed"]:
-        raise typer.Exit(1)
-
-
-# The item that runs under compute-sanitizer.
-SANITIZED = "sanitized"
+    return int(bool(set(counts) - {PASSED, "not run"} or counts["failed"]))
 
 
 if __name__ == "__main__":
     # Child processes look up functions by module name.
-    from fusedtp.bench.gpu import gpu as command
+    from fusedtp.bench.gpu import main as command
 
-    arguments.run(command)
+    raise SystemExit(command())

@@ -5,6 +5,7 @@ A case is one of `KERNELS` at a size; its variants are launches. The first is th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,20 +15,29 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fusedtp.kernels import INTERPRETED
+from fusedtp.kernels import latency as kernels
 from fusedtp.kernels.choices import Choice, applied
-from fusedtp.kernels.launch import config_for
+from fusedtp.kernels.cores import WARP_SPECIALISED
+from fusedtp.kernels.launch import Config, config_for
+from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.loading import is_only_loading
-from fusedtp.kernels.signal import FIRST_SLOT, SIGNALS
+from fusedtp.kernels.signal import EPOCH, FIRST_SLOT, SIGNALS
+from fusedtp.kernels.steps import step
+from fusedtp.op import OPS
+from fusedtp.reference import ExactProduct, accumulate_in_float32
 from fusedtp.scaled import Quantized, scaled
+from fusedtp.schedules import preset
 from fusedtp.schedules.local import mm
 from fusedtp.schedules.producer import part_rows, piece_rows
 from fusedtp.shards import even_sizes, offsets
 
-from . import preset
 from .cases import Case
-from .operands import Results, Runner, Workload, device_here
-from .oracle import ExactProduct, accumulate_in_float32
+from .operands import Operands, Results, Runner, Workload, device_here
+from .providers import Missing
 
+# The variant of a fused kernel with the other core.
+OTHER = f"fused, {WARP_SPECIALISED}"
 Size: TypeAlias = tuple[int, int, int]  # M, N, K as one rank multiplies them
 Checked: TypeAlias = tuple[float, float]  # largest error, largest error / allowed error
 
@@ -82,9 +92,35 @@ class Factors:
 
 
 def plain(dtype: str, *size: int) -> Launches:
-    """Make torch.mm and the own matmul."""
+    """Make torch.mm and the own matmul, with either core."""
     operands = Factors(dtype, *size)
-    return operands.library() | operands.own()
+    fill = preset.plain(operands.a, operands.b, other_core(operands.a, *size[:2]))
+    return operands.library() | operands.own() | {WARP_SPECIALISED: no_other(operands.filled(fill))}
+
+
+def other_core(a: Tensor, rows: int, cols: int) -> Config:
+    """Return the table's configuration with the warp-specialised core."""
+    return replace(config_for(a.device, a.dtype, rows, cols), core=WARP_SPECIALISED)
+
+
+def no_other(launch: Launch) -> Launch:
+    """Return a launch of the warp-specialised core, which is not run where the kernel would take the loop instead."""
+    run = [launch.launch]
+
+    def first() -> object:
+        if INTERPRETED:
+            raise Missing("interpreted kernels have the loop alone")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="the warp-specialised core is not used")
+            try:
+                found = launch.launch()
+            except UserWarning as warning:
+                raise Missing(str(warning)) from None
+        run.append(launch.launch)
+        return found
+
+    run.append(first)
+    return launch._replace(launch=lambda: run[-1]())
 
 
 TILES = (
@@ -111,10 +147,16 @@ def gather(
     shard = operands.a.narrow(along, offsets(sizes)[preset.RANK], sizes[preset.RANK]).clone()
     # Rows that are not contiguous go through the own arena.
     shard = shard if in_place else shard.t().contiguous().t()
-    arenas, fill = preset.gathered(
-        shard, operands.a, operands.b, sizes, along=along, transposed=transposed, pushed=pushed
-    )
-    return operands.own() | {"fused": operands.filled(fill, arenas, transposed=transposed)}
+    config = other_core(operands.a, sizes[0] if along == 0 else size[0], size[1])
+    loop, other = (
+        operands.filled(fill, arenas, transposed=transposed)
+        for arenas, fill in (
+            preset.gathered(shard, operands.a, operands.b, sizes, along=along, transposed=transposed, pushed=pushed,
+                            config=each)
+            for each in (None, config)
+        )
+    )  # fmt: skip
+    return operands.own() | {"fused": loop, OTHER: no_other(other)}
 
 
 def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bool = False) -> Launches:
@@ -122,12 +164,15 @@ def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bo
     operands = Factors(dtype, *size)
     if turned:
         operands.a, operands.b = operands.a.t().contiguous().t(), operands.b.contiguous()
-    arenas, launch, parts = preset.scattered(operands.a, operands.b, even_sizes(size[0], ranks), to_all=to_all)
+    sizes = even_sizes(size[0], ranks)
+    config = other_core(operands.a, size[0] if to_all else sizes[0], 0 if to_all else size[1])
 
-    def check() -> Checked:
-        return max(map(operands.check, parts if to_all else [torch.cat(parts)]))
+    def made(config: Config | None) -> Launch:
+        arenas, launch, parts = preset.scattered(operands.a, operands.b, sizes, to_all=to_all, config=config)
+        whole = parts if to_all else None
+        return Launch(launch, lambda: max(map(operands.check, whole or [torch.cat(parts)])), arenas)
 
-    return operands.own() | {"fused": Launch(launch, check, arenas)}
+    return operands.own() | {"fused": made(None), OTHER: no_other(made(config))}
 
 
 def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Launches:
@@ -174,20 +219,20 @@ def _values(a: Quantized, w: Quantized) -> tuple[Tensor, Tensor]:
     return a.data.double() * a.scale.double(), (w.data.double() * w.scale.double()).t()
 
 
-# Ranks, and the size: MLPs of Llama 3 70B on eight ranks and of 8B on four, at 8192 tokens and at 512; decoding.
-UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), (8, (512, 7168, 8192))
-DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), (8, (512, 8192, 3584))
-FEW = (8, (16, 8192, 3584)), (8, (64, 8192, 3584))
+# Ranks, and the size: MLPs of Llama 3 70B on eight ranks and of 8B on four, at 8192 tokens; at 512 and fewer.
+UP = (8, (8192, 7168, 8192)), (4, (8192, 7168, 4096)), *((8, (M, 7168, 8192)) for M in (512, 384, 128, 16))
+DOWN = (8, (8192, 8192, 3584)), (4, (8192, 4096, 3584)), *((8, (M, 8192, 3584)) for M in (512, 384, 128, 16))
+FEW = tuple((8, (M, 8192, 3584)) for M in (16, 64, 128))
 # The most informative cases first.
 FUSED: dict[str, tuple[Callable[..., Launches], Sequence[tuple[int, Size]]]] = {
     "gather rows": (gather, UP),
     "scatter": (scatter, DOWN),
     "few-row all-reduce": (all_reduce, FEW),
-    "gather rows, pushing": (partial(gather, pushed=False), UP[::2]),
+    "gather rows, pushing": (partial(gather, pushed=False), UP[:3:2]),
     "few-row all-reduce, one shot": (partial(all_reduce, to_all=True), FEW),
     "gather contraction": (partial(gather, along=1), UP[:1]),
     "gather rows transposed": (partial(gather, transposed=True), UP[:1]),
-    "scatter to all": (partial(scatter, to_all=True), DOWN[2:]),
+    "scatter to all": (partial(scatter, to_all=True), DOWN[2:3]),
     "scatter, turned": (partial(scatter, turned=True), DOWN[:1]),
     "gather rows, through the arena": (partial(gather, in_place=False), UP[:1]),
 }
@@ -258,6 +303,59 @@ def linked(dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
     }
 
 
+def latency(dtype: str, turns: int, N: int, K: int, seed: int) -> Launches:
+    """Make an empty launch, `enter`, and in one launch each `turns` flags between two programs, and signals to 7 peers.
+
+    A flag's turn is two signals that are waited for, one after the other.
+    """
+    device, layout = device_here(), Layout()
+    slot = layout.region(1, 1, torch.float32, slots=2).slot
+    arenas, ranks, count = preset.Arenas(device, 8, layout), range(8), torch.zeros(1, dtype=torch.int32, device=device)
+    channel, own = arenas.channel, arenas.words(preset.RANK)
+    for rank in ranks:
+        # Nothing is raised here.
+        arenas.words(rank)[SIGNALS.value + slot * len(ranks) :] = 0
+    op = OPS["all_reduce"].number
+
+    def answered() -> Checked:
+        assert count.item() == turns, f"{count.item()} of {turns} flags were seen"
+        return 0.0, 0.0
+
+    def raised() -> Checked:
+        epoch, place = own[EPOCH.value].item(), SIGNALS.value + slot * len(ranks) + preset.RANK
+        got = {rank: arenas.words(rank)[place].item() for rank in ranks if rank != preset.RANK}
+        assert set(got.values()) == {epoch}, f"signals of epoch {epoch} are {got}"
+        return 0.0, 0.0
+
+    def signals(at_once: bool) -> Launch:
+        return Launch(lambda: kernels.signals(channel, op, slot, turns, at_once), raised, arenas)
+
+    return {
+        "empty": Launch(lambda: kernels.empty(count)),
+        "enter": Launch(lambda: step(channel, op, "enter"), arenas=arenas),
+        "flags": Launch(lambda: kernels.flags(channel, op, slot, turns, count), answered, arenas),
+        "signals one by one": signals(False),
+        "signals at once": signals(True),
+    }
+
+
+def launches(dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
+    """Make a launch for each of M rows: the same kernel with other operands, which is prepared after the first."""
+    operands = Factors(dtype, M, N, K, seed)
+    a, b = operands.a, operands.b
+
+    def library(out: Tensor) -> None:
+        for row in range(M):
+            torch.mm(a[row : row + 1], b, out=out[row : row + 1])
+
+    def own(out: Tensor) -> None:
+        for row in range(M):
+            preset.plain(a[row : row + 1], b, config)(out[row : row + 1])
+
+    config = config_for(a.device, a.dtype, 1, N)
+    return {"torch.mm": operands.filled(library), "own_matmul": operands.filled(own)}
+
+
 class Kernel(NamedTuple):
     """How to make launches of (dtype, M, N, K, seed), and their names: the baseline's, then the others'."""
 
@@ -265,12 +363,14 @@ class Kernel(NamedTuple):
     variants: tuple[str, ...]
 
 
-_HOOKS = ("own_matmul", "fused")
+_HOOKS = ("own_matmul", "fused", OTHER)
 KERNELS: Mapping[str, Kernel] = {
-    "matmul": Kernel(plain, ("torch.mm", "own_matmul")),
+    "latency": Kernel(latency, ("empty", "enter", "flags", "signals one by one", "signals at once")),
+    "launches": Kernel(launches, ("torch.mm", "own_matmul")),
+    "matmul": Kernel(plain, ("torch.mm", "own_matmul", WARP_SPECIALISED)),
     "tiles": Kernel(tiled, ("torch.mm", *map(str, TILES))),
     **{
-        f"{name}, {count} ranks": Kernel(partial(_with_ranks, make, count), _HOOKS)
+        f"{name}, {count} ranks": Kernel(partial(_with_ranks, make, count), _HOOKS[: 2 + ("few-row" not in name)])
         for name, (make, _) in FUSED.items() for count in (2, 4, 8)
     },
     **{
@@ -315,3 +415,42 @@ class Kernels(Workload):
     def turn(self, direction: str) -> None:
         """Take the other draw. Rounds are timed from now on: waits are no longer bounded."""
         self._at, self._is_timed = 1 - self._at, True
+
+
+def own_matmul(operands: Operands, parts: tuple[str, ...]) -> Runner:
+    """Return the closure of `own_matmul`, which returns the same parts as the library's `matmul`.
+
+    `own_matmul` is the fused op without any wait or transfer, so fused - own_matmul is the cost of waiting and of the
+    links. A kernel that scatters stores its tiles into local memory instead of its peers'.
+    """
+    steps = [_step(operands, name) for name in parts]
+    return lambda: tuple([step() for step in steps])
+
+
+def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
+    # The kernels of the fused schedule on one rank, which gathers for dw next to dx, then multiplies.
+    part, sizes, rank = name.removesuffix("_partial"), operands.m_sizes, operands.rank
+    a, b = operands.factors(part)
+    if operands.case.world_size > 1 and part != name:
+        _, scatter, parts = preset.scattered(a, b, sizes, rank)
+
+        def stored() -> list[Tensor]:
+            scatter()
+            return parts
+
+        return stored
+    shard = operands.x if part == "y" else operands.dy
+    alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
+    if alone:
+        fill = preset.plain(a, b)
+    else:
+        arenas, fill = preset.gathered(shard, a, b, sizes, rank)
+        for rows in arenas.filled:
+            operands.follows(rows, "x" if part == "y" else "dy")
+
+    def filled() -> Tensor:
+        out = a.new_empty(a.shape[0], b.shape[1])
+        fill(out)
+        return out
+
+    return filled

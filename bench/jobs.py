@@ -325,3 +325,8 @@ def seconds_of(job: Job) -> float:
 def wait_seconds(job: Job) -> float:
     """Return an op's timeout, which covers a peer that is still making its float64 products."""
     return seconds_of(job) / 2
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words: "12 s", "4 min"."""
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"

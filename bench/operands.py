@@ -22,13 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from fusedtp import collectives, functional, reference, trace
 from fusedtp.float8 import E8M0
+from fusedtp.reference import ExactProduct
 from fusedtp.scaled import Quantized, Scaled, pack_into, packed_bytes, scaled, unpacked
 from fusedtp.schedules.local import mm
 from fusedtp.sharding.plan import made_of
 from fusedtp.shards import even_sizes
 
 from .cases import MXFP8, Case
-from .oracle import ExactProduct
 
 # A list is one tensor in several pieces, to be concatenated along rows.
 Results = tuple[Tensor | list[Tensor], ...]

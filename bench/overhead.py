@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import trace
+from fusedtp.machine import describe
 
-from .machine import describe
 from .ranks import RankPool
 from .store import origin
 from .tables import CellTable

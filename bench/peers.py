@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fusedtp.machine import nccl_version
 from fusedtp.scaled import Scaled
 
 from .cases import DTYPES, FLOAT8, FNUZ, Case
-from .machine import nccl_version
 from .operands import Operands, Results, Runner, passes
 from .providers import Missing, Provider
 

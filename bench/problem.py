@@ -57,9 +57,9 @@ class Problem(Operands):
     def _runner(self, variant: str, direction: str) -> Runner:
         if variant == "own_matmul":
             # Imported late, as kernels must not be imported before the interpreter is chosen.
-            from . import preset
+            from .gpu_kernels import own_matmul
 
-            return preset.own_matmul(self, self.parts(variant, direction))
+            return own_matmul(self, self.parts(variant, direction))
         if variant in BOUNDS:
             # The library's matmuls, or the backend's collectives, on inputs prepared in advance.
             alone = self._matmul if variant == "matmul" else self._collective

@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from fusedtp.machine import describe
+
 from .cases import schedules_here as schedules
 from .intervals import Timing
 from .jobs import Job
-from .machine import describe
 from .ranks import RankPool
 from .regress import BENCHMARKS, Tracked, cases, differences, keys_of, num_gpus, planted
 from .regress import LAUNCHES as DEFAULT_LAUNCHES

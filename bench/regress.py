@@ -36,11 +36,11 @@ import torch
 import typer
 
 from fusedtp.files import Entry, entry_of, read_text
+from fusedtp.machine import Machine, describe
 
 from . import arguments, store
 from .cases import OPS, SHAPES, Case, ranks
 from .cases import schedules_here as schedules
-from .machine import Machine, describe
 
 # Launches of a check, which are doubled if one is over a limit, and of a baseline.
 LAUNCHES, BASELINE_LAUNCHES = 6, 10

@@ -17,12 +17,12 @@ import pandas as pd
 from fusedtp import cost
 from fusedtp.cost.hardware import Hardware
 from fusedtp.files import replace, visible
+from fusedtp.machine import slug
 
 from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
 from .intervals import busy
-from .machine import slug
 from .store import PASSED, Measurement
 
 if TYPE_CHECKING:

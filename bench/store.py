@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fusedtp.files import read_text, replace, visible
+from fusedtp.machine import Machine, gpu_software
 
 from .cases import ALONE, COLLECTIVES, DIRECTIONS, EVERY_DTYPE, EVERY_OP, MODELS, SEQUENTIAL, Case, flops, traffic
 from .digest import digest
-from .machine import Machine, gpu_software
 
 if TYPE_CHECKING:
     from .intervals import Timing

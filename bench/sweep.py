@@ -20,18 +20,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fusedtp.machine import Machine
+
 from . import ranks
 from .cases import ALONE, OWN, SCHEDULES, SEQUENTIAL
 from .intervals import Timing
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
-from .machine import Machine
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
 from .suites import SUITE_OF
@@ -47,8 +49,8 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
     import torch.distributed as dist
 
     import fusedtp
+    from fusedtp.machine import gpu_state
 
-    from .machine import gpu_state
     from .operands import device_here
 
     device, suite = device_here(), SUITE_OF[job.case.op]
@@ -245,15 +247,39 @@ def rank_environment(num_gpus: int, num_ranks: int) -> dict[str, str]:
     return {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"} if num_ranks > num_gpus else {}
 
 
+class Budget(NamedTuple):
+    """Limits of a run: its end by time.monotonic(), the most seconds of a job, and how many failures alike end it.
+
+    What is not reached has a row that says so. least: seconds without which no job begins.
+    """
+
+    end: float
+    job_seconds: float = 60.0
+    least: float = 4.0
+    alike: int = 3
+
+    def refused(self, failures: Counter[str]) -> str:
+        """Return why no further job begins, or "". failures: their texts without numbers."""
+        if most := [text for text, count in failures.items() if count >= self.alike]:
+            return f"{self.alike} failures alike: {most[0]}"
+        return NOT_REACHED if self.end - time.monotonic() < self.least else ""
+
+
+NOT_REACHED = "not reached: the run's time is over"
+
+
 def run_spawned(
-    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None], launches: int = 1
-) -> list[Measurement]:
+    jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None], launches: int = 1, *,
+    budget: Budget | None = None, env: Mapping[str, str] | None = None,
+) -> list[Measurement]:  # fmt: skip
     """Run the jobs on ranks started here; `done` is called with the rows of each.
 
     launches: how often to run the timed jobs, each time on fresh ranks. Rows have the rounds of all launches so far.
+    env: of the ranks, beside `rank_environment`.
     """
     num_ranks = max(job.case.world_size for job in jobs)
-    env = rank_environment(machine.num_gpus, num_ranks)
+    env = rank_environment(machine.num_gpus, num_ranks) | dict(env or {})
+    failures = Counter[str]()
     rows: dict[int, list[Measurement]] = {}
     outcomes_of: dict[int, list[list[Outcome]]] = {}
     # Providers in whose calls ranks failed, and the case.
@@ -264,14 +290,25 @@ def run_spawned(
             for at, job in enumerate(jobs):
                 if launch and not job.timed:
                     continue
-                outcomes = run_on(pool, job, lost)
+                if budget and (why := budget.refused(failures)):
+                    outcomes = [Outcome(name, each, not_run=why) for each in job.directions for name in job.variants]
+                else:
+                    if budget:
+                        left = budget.end - time.monotonic()
+                        job = replace(job, patience=min(budget.job_seconds, left))
+                    outcomes = run_on(pool, job, lost)
                 outcomes_of.setdefault(at, []).append(outcomes)
                 rows[at] = rows_of(job.case, together(outcomes_of[at]), machine)
-                if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
+                if errors := [each.verdict.error for each in outcomes if each.verdict and each.verdict.error]:
+                    failures.update({_without_numbers(error) for error in errors})
                     # A workspace that lost a peer refuses further use, which would fail the next job too.
                     pool.close()
                 done(job, rows[at])
     return [row for new in rows.values() for row in new]
+
+
+def _without_numbers(error: str) -> str:
+    return re.sub(r"[0-9.e+-]*[0-9]", "#", error.strip().splitlines()[-1])[:200]
 
 
 def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
@@ -305,7 +342,7 @@ def run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
                 return failed(left, str(error))
             text = f"{name} failed at {job.case}, {direction}: {error}"
             left = left.without(name, Verdict(error=text))
-            if name not in OWN:
+            if name not in OWN and job.case.op != "kernel":
                 lost[name] = str(job.case)
 
 

@@ -22,13 +22,13 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import trace
 from fusedtp.files import Entry, entry_of, read_text, replace
+from fusedtp.machine import Machine
 
 from . import theme
 from .arguments import MAX_RANKS
 from .cases import DTYPES, OPS, OWN, SEQUENTIAL, SHORT_DTYPES, TITLES, Case
 from .frames import BASELINE
 from .intervals import Timing, careful, ratio
-from .machine import Machine
 from .problem import Problem
 from .store import MAX_BYTES, origin
 from .tables import milliseconds

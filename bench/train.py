@@ -30,13 +30,13 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp.layers import ColumnParallelLinear, RowParallelLinear
+from fusedtp.machine import describe
 from fusedtp.op import RANK_ORDER, Order
 from fusedtp.scaled import Float8
 
 from . import theme
 from .cases import BlockSizes
 from .layers import DecoderBlock
-from .machine import describe
 from .ranks import RankPool
 from .store import origin
 

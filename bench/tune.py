@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import collectives
 from fusedtp.choose.tuning import Sample
+from fusedtp.cost.hardware import cpu_rates
 from fusedtp.op import ALL_GATHER, ALL_GATHER_MATMUL
 from fusedtp.sharding.plan import ITEMSIZE
 
@@ -54,27 +55,6 @@ def host_ms(group: ProcessGroup, seconds: float) -> float:
     dist.barrier(group=group)
     dist.destroy_process_group(alone)
     return timings["host"].median_ms
-
-
-def rates_of(
-    n: int, host: float, small: Mapping[str, float], large: Mapping[str, float], num_bytes: Sequence[int],
-    tflops: Mapping[str, float],
-) -> dict[str, Any]:  # fmt: skip
-    """Return arguments of `hardware.measured_cpu` from the ms of all-gathers of two sizes, by schedule.
-
-    `decomposed` copies a rank's share once to publish it, and the whole result out of the arenas; each byte is read and
-    written. The backend sends the others' shares.
-    """
-    more = num_bytes[1] - num_bytes[0]
-    grown = {name: max(large[name] - small[name], 1e-6) * 1e3 for name in ("decomposed", "unfused")}  # us
-    return {
-        "matrix_tflops": dict(tflops),
-        "memory_gbps": 2 * (1 + 1 / n) * more / grown["decomposed"] / 1e3,
-        "host_us": host * 1e3,
-        "flag_us": max(0.0, small["decomposed"] - host) * 1e3,
-        "collective_start_us": small["unfused"] * 1e3,
-        "collective_gbps": (n - 1) / n * more / grown["unfused"] / 1e3,
-    }
 
 
 def kept(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
@@ -149,7 +129,7 @@ def tune(
         for n, found_of in gathers.items() if not num_gpus else ():
             (small, *_), (*_, large) = 2 * [sorted(found_of, key=lambda each: each[0])]
             host = pool.run(host_ms, seconds, world_size=n)[0]
-            rates[n] = rates_of(n, host, small[1], large[1], (small[0], large[0]), tflops[n])
+            rates[n] = cpu_rates(n, host, small[1], large[1], (small[0], large[0]), tflops[n])
     return rates
 
 

@@ -31,13 +31,13 @@ from fusedtp.kernels import INTERPRETED, choices
 from fusedtp.kernels.choices import Choice, applied, of_config
 from fusedtp.kernels.loading import only_loading
 from fusedtp.op import OPS, Task
+from fusedtp.reference import ExactProduct
 from fusedtp.scaled import Quantized, Scaled
+from fusedtp.schedules import preset
 from fusedtp.schedules.fused import OneKernel
 
-from . import preset
 from .cases import MXFP8, Case, size_of
 from .intervals import Timing, ratio
-from .oracle import ExactProduct
 from .problem import Problem
 from .ranks import RankError, RankPool
 from .sweep import rank_environment

@@ -178,8 +178,14 @@ def _convert_exactly() -> None:
         ]  # fmt: skip
         return interpreter.TensorHandle(_in_order(wide[0], wide[1], acc.data), acc.dtype.scalar)
 
+    def get_bf16(self: InterpreterBuilder, value: float) -> Any:
+        wide = interpreter.np.array([value], dtype="float32")
+        return interpreter.TensorHandle(convert_float(wide, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
     interpreter._convert_float = convert_float
     InterpreterBuilder.create_dot = create_dot
+    # A constant, such as NaN.
+    InterpreterBuilder.get_bf16 = get_bf16
 
 
 def prepare() -> None:

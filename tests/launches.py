@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from fusedtp.bench import regress
-from fusedtp.bench.machine import Machine
+from fusedtp.machine import Machine
 
 HERE = Machine("cpu-some-2c", "Some", 2, "", 0, "shared memory", "", "3.11", "2.13", "3.7", "0123", False)
 CASES = regress.cases(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fusedtp.bench.machine import git
+from fusedtp.machine import git
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

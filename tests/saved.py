@@ -9,7 +9,7 @@ from typing import Any
 
 from pytest_benchmark.stats import Stats
 
-from fusedtp.bench.machine import Machine
+from fusedtp.machine import Machine
 
 
 def saved(samples: Mapping[str, Sequence[float]], machine: Machine) -> bytes:

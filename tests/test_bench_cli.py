@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fusedtp.bench import arguments, cases, machine, store, sweep
+from fusedtp import machine
+from fusedtp.bench import arguments, cases, store, sweep
 from fusedtp.bench.cases import DIRECTIONS, LAYERS, BlockSizes
 from fusedtp.bench.frames import blocks, frame_of
 from fusedtp.bench.jobs import Job

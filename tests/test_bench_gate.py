@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp import reference
-from fusedtp.bench import oracle, problem
+from fusedtp.bench import problem
 from fusedtp.bench.cases import BOUNDS, DIRECTIONS, DTYPES, EVERY_FLOAT8, FLOAT8, MXFP8, OPS, SEQUENTIAL, Case
 from fusedtp.bench.jobs import Job
-from fusedtp.bench.machine import describe
 from fusedtp.bench.operands import Results, Runner
 from fusedtp.bench.problem import Problem
 from fusedtp.bench.ranks import RankPool
@@ -24,6 +23,7 @@ from fusedtp.bench.store import Outcome, rows_of
 from fusedtp.bench.suites import missing
 from fusedtp.bench.sweep import run_job
 from fusedtp.bench.timing import Verdict, gate, measure_checked
+from fusedtp.machine import describe
 
 from .harness import spread
 
@@ -360,10 +360,10 @@ def test_what_is_timed_on_gpus_alone_passes(pool: RankPool, variant: str, num_op
 def test_oracle_in_blocks_is_the_reference_and_allows_little_more(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, k_sizes: tuple[int, ...], block: int
 ) -> None:
-    monkeypatch.setattr(oracle, "BLOCK", block)
+    monkeypatch.setattr(reference, "BLOCK", block)
     random = torch.Generator().manual_seed(1)
     a, b = torch.randn(17, 40, generator=random).to(dtype), torch.randn(40, 23, generator=random).to(dtype)
-    product = oracle.ExactProduct(a, b, k_sizes)
+    product = reference.ExactProduct(a, b, k_sizes)
     torch.testing.assert_close(product.expected, reference.matmul(a, b))
     strict = reference.bound(a, b, dtype, k_sizes=k_sizes, sum_dtype=dtype)
     # an error just inside the reference's bound passes; a few times as much does not

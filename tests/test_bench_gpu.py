@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,41 +17,35 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from typer.testing import CliRunner, Result
 
 from fusedtp.bench import checks, gpu, gpu_kernels, store
-from fusedtp.bench.gpu import Item, absent, check, kernel, load, plan, run_all, run_item
+from fusedtp.bench.gpu import Item, kernel, load, named, plan, run_all, run_item
 from fusedtp.bench.gpu_kernels import KERNELS, Kernel, Launch
-from fusedtp.bench.machine import describe
-from fusedtp.bench.oracle import ExactProduct
+from fusedtp.bench.providers import Missing
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import Measurement, Outcome
-from fusedtp.bench.sweep import run_job
+from fusedtp.bench.sweep import NOT_REACHED, Budget, run_job
+from fusedtp.kernels import latency
+from fusedtp.kernels.cores import WARP_SPECIALISED
 from fusedtp.kernels.loading import is_only_loading
+from fusedtp.machine import describe
+from fusedtp.reference import ExactProduct
 
 from .harness import wrong
 
 ROOT = Path(__file__).parent.parent
 
 
-def command(*arguments: str) -> Result:
-    app = typer.Typer()
-    app.command()(gpu.gpu)
-    return CliRunner().invoke(app, arguments)
-
-
-def test_the_plan_is_listed_and_documented() -> None:
-    done = command("--list")
-    assert done.exit_code == 0, done.output
+def test_the_plan_is_listed_and_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list"]) == 0
     documented = re.findall(r"^\| (\d+) s \| `(\w+)` \|", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE)
-    listed = re.findall(r"^ *(\d+)  (\w+) ", done.stdout, re.MULTILINE)
+    listed = re.findall(r"^ *(\d+)  (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert listed == documented == [(f"{item.seconds:.0f}", name) for name, item in plan().items()]
     # Every check is in the plan, and a dry run has small sizes.
-    named = {job.case.layer for item in plan().values() for job in item.jobs if job.case.op == "check"}
-    assert named == set(checks.CHECKS)
+    layers = {job.case.layer for item in plan().values() for job in item.jobs if job.case.op == "check"}
+    assert layers == set(checks.CHECKS)
     for item in plan(dry_run=True).values():
         assert all(
             max(job.case.M, job.case.N, job.case.K) <= gpu.DRY_SIZE or job.case.op == "check" for job in item.jobs
@@ -57,10 +53,45 @@ def test_the_plan_is_listed_and_documented() -> None:
         assert all(job.rounds == (2 if job.timed else None) for job in item.jobs)
 
 
-def test_without_a_gpu_only_a_dry_run_begins() -> None:
-    done = command()
-    assert done.exit_code == 2
-    assert "--dry-run" in done.output
+@pytest.mark.parametrize(
+    ("given", "said"), [((), "--dry-run needs none"), (("--dry-run", "--out", __file__), "--out must be a folder")]
+)
+def test_what_cannot_begin_says_why(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(given)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+ALONE = """
+import runpy, sys
+class Refused:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ("typer", "click", "rich", "pandas", "scipy", "matplotlib", "jinja2", "pynvml"):
+            raise ImportError(f"{name} is not installed")
+sys.meta_path.insert(0, Refused())
+sys.argv[1:] = ["--dry-run", "--item", "latency", "--item", "link", "--out", sys.argv[1]]
+runpy.run_module("fusedtp.bench.gpu", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_it_needs_torch_triton_and_numpy_alone(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", ALONE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row.variant: row for row in store.read(tmp_path / "gpu-latency.csv")}
+    assert {row.gate for row in rows.values()} <= {"passed", f"not run: {NOT_REACHED}"}
+    assert "flags" in rows
+
+
+def test_a_sanitizer_that_is_refused_is_not_run_and_one_that_finds_something_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    for code, raised_ in ((255, Missing), (checks.FOUND, AssertionError)):
+        tool.write_text(f"#!/bin/sh\necho '========= Error: no device may be attached to'; exit {code}\n")
+        tool.chmod(0o755)
+        with pytest.raises(raised_, match="may be attached to"):
+            checks.sanitized(str(tool))
 
 
 def raised(error: Exception) -> Callable[..., Any]:
@@ -119,10 +150,10 @@ def test_what_hangs_is_ended_and_the_rest_is_not_reached(by_planted: None, tmp_p
     rows = rows_of(planted("base", "hangs"), tmp_path / "rows.csv", 12.0)
     assert time.monotonic() - begin < 60.0
     assert "gave no answer within" in rows["hangs"].gate
-    end = time.monotonic() + gpu.LEAST_SECONDS - 1.0
+    end = time.monotonic() + Budget(0.0).least - 1.0
     counts = run_item(Item(60, [planted("base")], ""), tmp_path / "late.csv", describe(), end)
     (row,) = store.read(tmp_path / "late.csv")
-    assert row.gate == f"not run: {gpu.NOT_REACHED}"
+    assert row.gate == f"not run: {NOT_REACHED}"
     assert counts == {"not run": 1}
 
 
@@ -135,20 +166,13 @@ def test_three_failures_alike_end_an_item(by_planted: None, tmp_path: Path) -> N
     assert counts == {"passed": 3, "failed": 3, "not run": 2}
 
 
-def test_absent_rows_say_why(tmp_path: Path) -> None:
-    rows = absent(planted("base", "right"), "no time", describe())
-    assert [(row.variant, row.gate, row.failed) for row in rows] == [
-        ("base", "not run: no time", False), ("right", "not run: no time", False)
-    ]  # fmt: skip
-
-
 def test_the_run_itself_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "age", lambda: 3.5)
-    done = command("--dry-run", "--item", "versions", "--item", "matmul", "--seconds", "4", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
+    given = ("--dry-run", "--item", "versions", "--item", "matmul", "--seconds", "4", "--out", str(tmp_path))
+    assert gpu.main(given) == 0
     for item in ("versions", "matmul"):
         rows = store.read(tmp_path / f"gpu-{item}.csv")
-        assert {row.gate for row in rows} == {f"not run: {gpu.NOT_REACHED}"}
+        assert {row.gate for row in rows} == {f"not run: {NOT_REACHED}"}
 
 
 def compiled(group: ProcessGroup, share: int) -> list[tuple[int, bool]]:
@@ -171,16 +195,16 @@ def test_processes_that_compile_share_the_cases_and_start_nothing() -> None:
 
 
 def checked(group: ProcessGroup, name: str, without_a_row: bool) -> list[str]:
-    check, dtype = ExactProduct.check, "float8_e4m3fn" if name.startswith("float8") else "float32"
+    check, dtypes = ExactProduct.check, {"float8": "float8_e4m3fn", "few-row": "bfloat16"}
 
     def missing_a_row(self: ExactProduct, out: Tensor, *rest: Any) -> Any:
         return check(self, torch.cat([out[1:], out[:1] * torch.nan]), *rest)
 
-    M = 60 if "few" in name else 96
-    job = kernel(name, (M, 96, 96), dtype, timed=False)
+    M = 3 if name == "launches" else 60 if "few" in name else 96
+    job = kernel(name, (M, 96, 96), dtypes.get(name.split()[0], "float32"), timed=False)
     ExactProduct.check = missing_a_row if without_a_row else check  # type: ignore[method-assign, assignment]
     try:
-        return [outcome.gate for outcome in run_job(group, job)]
+        return [outcome.gate for outcome in run_job(group, job) if WARP_SPECIALISED not in outcome.variant]
     finally:
         ExactProduct.check = check  # type: ignore[method-assign]
 
@@ -192,13 +216,36 @@ def two() -> Iterator[RankPool]:
 
 
 # Kernels on 2 ranks stand for those on 4 and 8.
-@pytest.mark.parametrize("name", [name for name in KERNELS if not re.search("[48] ranks|link", name) or "own" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in KERNELS if not re.search("[48] ranks|link|latency", name) or "own" in name]
+)
 def test_every_kernel_is_checked(name: str, two: RankPool) -> None:
     (right,) = two.run(checked, name, False, world_size=1)
     assert set(right) == {"passed"}
-    assert len(right) == len(KERNELS[name].variants)
+    # Interpreted kernels have one core.
+    assert len(right) == sum(WARP_SPECIALISED not in variant for variant in KERNELS[name].variants)
     (said,) = two.run(checked, name, True, world_size=1)
     assert all("elements are wrong" in each for each in said)
+
+
+def latencies(group: ProcessGroup, planted: bool) -> dict[str, str]:
+    flags, signals = latency.flags, latency.signals
+    if planted:
+        # One turn less, and another slot.
+        latency.flags = lambda channel, op, slot, turns, seen: flags(channel, op, slot, turns - 1, seen)
+        latency.signals = lambda channel, op, slot, turns, at_once: signals(channel, op, slot + 1, turns, at_once)
+    try:
+        return {each.variant: each.gate for each in run_job(group, kernel("latency", (3, 1, 1), timed=False))}
+    finally:
+        latency.flags, latency.signals = flags, signals
+
+
+def test_flags_are_answered_and_signals_reach_every_peer(two: RankPool) -> None:
+    (right,) = two.run(latencies, False, world_size=1)
+    assert right == dict.fromkeys(KERNELS["latency"].variants, "passed")
+    (said,) = two.run(latencies, True, world_size=1)
+    assert said["flags"].startswith("2 of 3 flags")
+    assert all("signals of epoch" in gate for name, gate in said.items() if "signals" in name)
 
 
 def planted_check(group: ProcessGroup, check: str, *arguments: object) -> str:
@@ -223,8 +270,9 @@ def test_a_check_of_ranks_finds_what_is_wrong(two: RankPool, check: str, argumen
 
 
 def test_a_check_is_a_case_whose_answer_is_in_its_row(two: RankPool, tmp_path: Path) -> None:
-    assert checks.MISSING_SECONDS < checks.WAIT_SECONDS < gpu.CASE_SECONDS
-    counts = run_all({"ranks": Item(60, [check("a missing peer")], "")}, tmp_path, time.monotonic() + 60, describe())
+    assert checks.MISSING_SECONDS < checks.WAIT_SECONDS < Budget(0.0).job_seconds
+    (job,) = (job for job in named("ranks") if job.case.layer == "a missing peer")
+    counts = run_all({"ranks": Item(60, [job], "")}, tmp_path, time.monotonic() + 60, describe())
     (row,) = store.read(tmp_path / "gpu-ranks.csv")
     assert (row.op, row.layer, row.gate, row.median_ms) == ("check", "a missing peer", "passed", None)
     assert "rank 1" in row.path

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fusedtp.bench import machine, peers, providers, tables
+from fusedtp import machine
+from fusedtp.bench import peers, providers, tables
 from fusedtp.bench.cases import (
     BOUNDS,
     CHECK_SHAPES,

@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench import machine, store, sweep
+from fusedtp import machine
+from fusedtp.bench import store, sweep
 from fusedtp.bench.cases import COLLECTIVES, Case
 from fusedtp.bench.digest import digest
 from fusedtp.bench.intervals import measured, ratio
-from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import origin
 from fusedtp.bench.suites import SUITE_OF, SUITES, missing
 from fusedtp.bench.timing import gate, measure_checked
+from fusedtp.machine import describe
 
 from . import generated
 from .command import command
@@ -119,7 +120,7 @@ def test_one_wrong_element_or_a_kept_result_is_refused(pool: RankPool, op: str, 
 
 
 def test_speedups_have_the_intervals_of_their_rounds(tmp_path: Path, pool: RankPool) -> None:
-    command("mlp", "--shape", SMALL["mlp"][0], "--world-size", 2, "--seconds", 0, "--out", tmp_path)
+    command("sweep", "--suite", "mlp", "--shape", SMALL["mlp"][0], "--world-size", 2, "--seconds", 0, "--out", tmp_path)
     (path,) = tmp_path.glob("*/mlp.csv")
     rows = {row.variant: row for row in store.read(path)}
     ours, base = measured(rows["auto"]), measured(rows["unfused"])
@@ -148,7 +149,7 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
     path.parent.mkdir()
     path.write_text("layer,M,D\nMLP,1,2\n")
     with mock.patch.object(sweep, "RankPool", here):
-        said = command(name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
+        said = command("sweep", "--suite", name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
     assert f"{num}/{num}, " in said
     rows = store.read(path)
     variants = list(dict.fromkeys(row.variant for row in rows))
@@ -175,7 +176,7 @@ def test_sizes_are_those_that_ranks_can_share() -> None:
         for size, world_size in itertools.product(suite.on_cpu, (2, 4, 8)):
             suite.sized(size, "float32", world_size)
     for name, size in (("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")):
-        assert "--shape" in command(name, "--shape", size, "--world-size", 2, code=2)
+        assert "--shape" in command("sweep", "--suite", name, "--shape", size, "--world-size", 2, code=2)
 
 
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusedtp.bench import figures, machine, tables, theme
+from fusedtp import machine
+from fusedtp.bench import figures, tables, theme
 from fusedtp.bench.cases import Case
 from fusedtp.bench.frames import distinct, fast_p, frame_of
 from fusedtp.bench.intervals import Timing
@@ -82,19 +82,32 @@ def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow) -> None:
 
 
 def test_the_state_of_a_gpu_is_by_nvml_and_empty_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+    def no_library(name: str) -> Any:
+        raise OSError(f"no {name}")
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", no_library)
     assert machine.gpu_state(0) == ""
     asked: list[int] = []
+
+    def gives(of: Callable[..., int]) -> Callable[..., int]:
+        def function(gpu: object, *given: Any) -> int:
+            given[-1]._obj.value = of(*given[:-1])
+            return 0
+
+        return function
+
     nvml = SimpleNamespace(
-        NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda i: asked.append(i), nvmlDeviceGetClockInfo=lambda gpu, kind: 1000 * kind,
-        nvmlDeviceGetPowerUsage=lambda gpu: 312_400, nvmlDeviceGetTemperature=lambda gpu, kind: 61,
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x44,
+        nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByIndex_v2=lambda index, gpu: asked.append(index),
+        nvmlDeviceGetClockInfo=gives(lambda kind: 1000 * kind), nvmlDeviceGetPowerUsage=gives(lambda: 312_400),
+        nvmlDeviceGetTemperature=gives(lambda sensor: 61),
+        nvmlDeviceGetCurrentClocksThrottleReasons=gives(lambda: 0x44),
     )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: nvml)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     said = "SM 1000 MHz, memory 2000 MHz, 312 W, 61 C, throttled: power cap, hardware thermal"
     assert machine.gpu_state(1) == said
     assert asked == [5]
-    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda gpu: 1
+    nvml.nvmlDeviceGetCurrentClocksThrottleReasons = gives(lambda: 1)
     assert machine.gpu_state(0).endswith("throttled: no")
+    nvml.nvmlDeviceGetPowerUsage = lambda gpu, found: 3
+    assert machine.gpu_state(0) == ""

@@ -13,10 +13,10 @@ import pytest
 from fusedtp.bench import store
 from fusedtp.bench.cases import Case
 from fusedtp.bench.intervals import Timing
-from fusedtp.bench.machine import describe
 from fusedtp.bench.store import COLUMNS, Measurement, Outcome, rows_of
 from fusedtp.bench.sweep import together
 from fusedtp.bench.timing import Verdict
+from fusedtp.machine import describe
 
 ROW = Measurement(
     op="all_gather_matmul", variant="decomposed", M=4096, N=512, K=4096, dtype="float32", world_size=2,

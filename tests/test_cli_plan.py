@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusedtp.bench import cli_plan
+from fusedtp.hf import plan
 
 from .command import command, folded
 
@@ -60,7 +60,7 @@ def test_what_stays_whole_is_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_split_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_plan, "_reaches_hub", lambda: False)
+    monkeypatch.setattr(plan, "_reaches_hub", lambda: False)
     config = folder_of("Llama", tmp_path, num_attention_heads=8, num_key_value_heads=8, hidden_size=32)
     for given, said in (
         ((config, "--world-size", "3"), "self_attn: 8 attention heads cannot be shared out evenly over 3 ranks"),
@@ -121,7 +121,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_modules_that_take_too_long_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first check may raise in a callback of the garbage collector, which swallows exceptions; a later check works.
-    monkeypatch.setattr(cli_plan, "_MOST_SECONDS", 1)
+    monkeypatch.setattr(plan, "_MOST_SECONDS", 1)
     written(tmp_path, {"num_hidden_layers": 29_000})
     said = command("plan", tmp_path, code=2)
     assert "not made within 1 s of CPU time" in said

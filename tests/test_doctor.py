@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedtp.bench import doctor
+from fusedtp import doctor
 from fusedtp.choose.tuning import Sample, Table
 
 

@@ -27,7 +27,7 @@ FOLDERS = {"fusedtp": ROOT / "fusedtp", "fusedtp.kernels": ROOT / "kernels", "fu
 # Lowest first: a module imports from lower floors, or from its own folder. A folder counts as one unit.
 FLOORS = (
     ("torch_private",),
-    ("errors", "shards", "files", "trace", "groups", "locks", "switch"),
+    ("errors", "shards", "files", "trace", "groups", "locks", "switch", "machine"),
     ("lanes",),
     ("activations", "norms"),
     ("epilogue",),
@@ -40,7 +40,7 @@ FLOORS = (
     ("schedules",),
     ("choose",),
     ("calls",),
-    ("functional", "collectives", "fsdp"),
+    ("functional", "collectives", "fsdp", "doctor"),
     ("drop_in",),
     ("layers",),
     ("styles",),

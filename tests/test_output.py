@@ -45,7 +45,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "plan": ("CONFIG",), "predict": ("all_gather_matmul", "--m", "8", "--n", "8", "--k", "8", "--hardware", "h100"),
     "explain": ("FSDP",), "report": ("ROWS",), "compare": ("ROWS", "ROWS"),
     "timeline": ("--out", "OUT"), "tune": ("--out", "OUT/tuning.json"), "sweep": (*ROW, "--out", "OUT"),
-    "train": ("--out", "OUT"), "mlp": ("--out", "OUT"), "grouped": ("--out", "OUT"), "decode": ("--out", "OUT"),
+    "train": ("--out", "OUT"),
     "overhead": ("--out", "OUT/overhead.csv"), "doctor": (),
 }  # fmt: skip
 
@@ -128,7 +128,7 @@ def test_what_is_typed_is_shown(where: str, tmp_path: Path, monkeypatch: pytest.
         ("tune", "--kernels", "--out", tmp_path / "tuned.json", "--shape", odd),
         ("train", "--order", odd),
     ]
-    usage += [("report", tmp_path / odd), ("compare", tmp_path / odd, odd), ("mlp", "--out", f"/dev/null/{odd}")]
+    usage += [("report", tmp_path / odd), ("compare", tmp_path / odd, odd), ("sweep", "--out", f"/dev/null/{odd}")]
     usage += [("tune", "--show", "--out", tmp_path / odd), ("plan", tmp_path / odd)]
     for typed in usage:
         assert is_harmless(command(*typed, code=2)), typed

@@ -244,7 +244,7 @@ def test_ranks_meet_where_loopback_has_no_ipv4(monkeypatch, tmp_path):
     with works, RankPool(2, timeout=60) as pool:
         assert pool.run(summed, Point(1)) == [(Point(3), 2)] * 2
     absent.add(socket.AF_INET6)
-    said = command("mlp", "--shape", "64,64,64", "--world-size", 2, "--out", tmp_path, code=1)
+    said = command("sweep", "--suite", "mlp", "--shape", "64,64,64", "--world-size", 2, "--out", tmp_path, code=1)
     assert said.splitlines()[-1].startswith("ranks meet on the loopback interface, which does not answer (127.0.0.1: ")
 
 

@@ -17,10 +17,10 @@ from fusedtp.bench import cli_predict, store, tables, timeline
 from fusedtp.bench.cases import OWN, SEQUENTIAL
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import Request, plan
-from fusedtp.bench.machine import describe
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import origin
 from fusedtp.bench.suites import SUITES
+from fusedtp.machine import describe
 
 from . import generated, published
 from .published import README

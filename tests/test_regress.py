@@ -17,8 +17,8 @@ import pytest
 import typer
 
 from fusedtp.bench import ratios, regress
-from fusedtp.bench.machine import Machine
 from fusedtp.bench.regress import BASELINE_LAUNCHES, LAUNCHES, Measured, NotComparable, excess, judge
+from fusedtp.machine import Machine
 
 pytest.importorskip("pytest_benchmark")
 from .launches import CASES, HERE, IDS, KEYS, noisy, recorded

@@ -176,7 +176,7 @@ def test_a_cell_is_no_formula_and_no_second_cell(text: str, tmp_path: Path) -> N
 
 
 def test_a_machines_name_is_one_folder() -> None:
-    from fusedtp.bench.machine import slug
+    from fusedtp.machine import slug
 
     for name in ("../../etc", "/etc/passwd", "..", "a/b\0c", "C:\\x"):
         assert set(slug(name)) <= set("abcdefghijklmnopqrstuvwxyz0123456789-"), slug(name)

@@ -31,7 +31,7 @@ from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
 from fusedtp.choose import tuning
 from fusedtp.choose.tuning import Sample, Table
-from fusedtp.cost.hardware import HARDWARE
+from fusedtp.cost.hardware import HARDWARE, cpu_rates
 
 from .harness import wrong
 
@@ -262,7 +262,7 @@ def test_rates_from_times() -> None:
     # 2 ranks: half of a tensor is sent to the peer, and 1.5 of it copied, read and written.
     sizes, mb = (4, 4 * 1001 * 1000), 4 * (1001 * 1000 - 1) / 1e6
     small, large = {"unfused": 1.0, "decomposed": 0.5}, {"unfused": 3.0, "decomposed": 1.5}
-    rates = tune.rates_of(2, 0.2, small, large, sizes, {"float32": 0.1})
+    rates = cpu_rates(2, 0.2, small, large, sizes, {"float32": 0.1})
     assert rates["collective_start_us"] == 1000
     assert (rates["host_us"], rates["flag_us"]) == pytest.approx((200, 300))
     assert rates["collective_gbps"] == pytest.approx(mb / 2 / 2)

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from dataclasses import replace as changed
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from math import log
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ from typing import Any
 import torch
 
 from ..cost import hardware
-from ..cost.hardware import Hardware
+from ..cost.hardware import Hardware, of_gpu
 from ..cost.model import estimate
 from ..cost.work import Work
 from ..files import Entry, entry_of, read_text, replace, visible
+from ..machine import installed
 from ..op import OPS, Task
 from ..schedules import NAMES
 from ..sharding.plan import ITEMSIZE
@@ -174,17 +175,13 @@ def identity() -> dict[str, Any]:
         model_name = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         model_name = None
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "not installed"
     return {
         "cpu": model_name.group(1).strip() if model_name else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name(0) if num_gpus else "",
         "num_gpus": num_gpus,
         "torch": torch.__version__,
-        "triton": triton,
+        "triton": installed("triton"),
     }
 
 
@@ -452,3 +449,17 @@ def told(tuned: Tuned) -> str:
     assert tuned.choice is not None
     faster = tuned.usual_ms / tuned.ms
     return f"{of_fields(tuned.choice)}: {faster:.2f}x as fast as the table's, measured at {tuned.rows}x{tuned.cols}"
+
+
+def hardware_here(world_size: int) -> Hardware:
+    """Return this machine as `fusedtp tune` has measured it; ValueError if it has not, or not for so many ranks."""
+    table, _, ignored = load()
+    machine = None if table is None else of_gpu(str(table.machine["gpu"])) or table.hardware(world_size)
+    if table is None or machine is None:
+        where = path() or f"{ENVIRONMENT}=off"
+        what = f"{where}: no rates of this machine: run `fusedtp tune` first, with float32 among its dtypes"
+        raise ValueError(ignored or what)
+    if machine.in_place and world_size not in table.rates:
+        measured = ", ".join(map(str, table.rates))
+        raise ValueError(f"this machine was measured on {measured} ranks: give --world-size one of these, or tune it")
+    return machine

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import tomllib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -186,6 +186,34 @@ NUMBERS = tuple(
 )
 
 
+def listing() -> Iterator[tuple[str, list[str]]]:
+    """Yield titles and lines: what the numbers mean, every machine's, those of all machines once, each source once."""
+    about = (Hardware.__doc__ or "").replace("`", "").split("\n    - ")[1:]
+    meanings = [f"    {' '.join(text.split())}" for text in about if text.split(":")[0].split(",")[0] in NUMBERS]
+    yield "gbps: GB/s (1e9 bytes) one way. tflops: TFLOP/s, dense. us: microseconds", meanings
+    first, *others = HARDWARE.values()
+    shared = [name for name in NUMBERS if all(getattr(first, name) == getattr(each, name) for each in others)]
+
+    def numbers(machine: Hardware, names: Iterable[str]) -> list[str]:
+        values = {name: value for name in names if (value := getattr(machine, name)) is not None}
+        if rates := values.get("matrix_tflops"):
+            values["matrix_tflops"] = " ".join(f"{dtype} {rate:g}" for dtype, rate in rates.items())
+        return ["    " + ", ".join(f"{name} {value}" for name, value in values.items())]
+
+    sources: dict[tuple[str, str], list[str]] = {}
+    for machine in HARDWARE.values():
+        yield f"{machine.name}: {machine.title}", numbers(machine, [name for name in NUMBERS if name not in shared])
+        for name, source in machine.sources.items():
+            sources.setdefault((source, name), []).append(machine.name)
+    yield "all", numbers(first, shared)
+    of: dict[tuple[str, str], list[str]] = {}
+    for (source, name), machines in sources.items():
+        if (as_on := source.removeprefix("assumed as on ")) == source or (as_on, name) not in sources:
+            of.setdefault((source, "all" if len(machines) == len(HARDWARE) else ", ".join(machines)), []).append(name)
+    told = [f"{whose}: {', '.join(names)}: {source}" for (source, whose), names in of.items()]
+    yield "Sources; on a machine not named the number is assumed to be the same", told
+
+
 def find(hardware: str | Hardware) -> Hardware:
     """Return the hardware of that name; ValueError with the known names for another."""
     if isinstance(hardware, Hardware):
@@ -248,6 +276,27 @@ def measured_cpu(
         torch_us=0.0, flag_us=flag_us, poll_us=0.0, launch_us=host_us, lone_us=host_us, chunk_us=0.0,
         memory_fraction=1.0, own_step=0.0, in_place=True,
     )  # fmt: skip
+
+
+def cpu_rates(
+    n: int, host: float, small: Mapping[str, float], large: Mapping[str, float], num_bytes: Sequence[int],
+    tflops: Mapping[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    """Return arguments of `measured_cpu` from the ms of all-gathers of two sizes, by schedule.
+
+    `decomposed` copies a rank's share once to publish it, and the whole result out of the arenas; each byte is read and
+    written. The backend sends the others' shares.
+    """
+    more = num_bytes[1] - num_bytes[0]
+    grown = {name: max(large[name] - small[name], 1e-6) * 1e3 for name in ("decomposed", "unfused")}  # us
+    return {
+        "matrix_tflops": dict(tflops),
+        "memory_gbps": 2 * (1 + 1 / n) * more / grown["decomposed"] / 1e3,
+        "host_us": host * 1e3,
+        "flag_us": max(0.0, small["decomposed"] - host) * 1e3,
+        "collective_start_us": small["unfused"] * 1e3,
+        "collective_gbps": (n - 1) / n * more / grown["unfused"] / 1e3,
+    }
 
 
 # For ranks on a CPU that nobody has measured: all ranks must decide alike.

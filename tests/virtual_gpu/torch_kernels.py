@@ -117,6 +117,21 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Any
     return (made if bias is None else made + bias.float()).to(out_dtype or a.dtype)
 
 
+def _fused_rms_norm_backward(
+    dy: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of RMSNorm, for which torch has no CPU kernel; the norm is over the last dim."""
+    normed, given = x.float() * rstd, dy.float()
+    grad = given if weight is None else given * weight.float()
+    dx = rstd * (grad - normed * (grad * normed).mean(-1, keepdim=True))
+    dw = (given * normed).flatten(0, -2).sum(0)
+    return dx.to(x.dtype) if mask[0] else None, dw.to(x.dtype) if mask[1] and weight is not None else None
+
+
+# In place of operators that torch's CPU kernels lack.
+_LACKING = {"_scaled_mm": _scaled_mm, "_fused_rms_norm_backward": _fused_rms_norm_backward}
+
+
 def _as(op: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _run(op, args, kwargs)
 
@@ -133,11 +148,10 @@ def install() -> None:
         for name in sorted(each.removeprefix("aten::") for each in names if each.startswith("aten::")):
             base, _, overload = name.partition(".")
             if base not in _KEPT:
-                op = (
-                    _scaled_mm
-                    if name == "_scaled_mm"
-                    else getattr(getattr(torch.ops.aten, base), overload or "default")
-                )
+                op = _LACKING.get(name) or getattr(getattr(torch.ops.aten, base), overload or "default")
                 _library.impl(name, _as(op), "CUDA", allow_override=True)
+    # Attention by its definition, as its kernels for CUDA are operators that a CPU lacks.
+    for kernel in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
     # The kernel that spins before a timing, at 2 GHz: it lets the device's time run ahead, and the host goes on.
     torch._C._cuda_sleep = lambda cycles: cuda.spin(cycles / 2e6)  # type: ignore[attr-defined]

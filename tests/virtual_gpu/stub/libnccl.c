@@ -1,6 +1,7 @@
 // A stub of libnccl.so.2 for torch's ProcessGroupNCCL: the collectives between processes of one host, through shared
 // memory, on the host. Sums are made in float64, in rank order, and rounded once.
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -204,12 +205,22 @@ static void reduce(Comm *c, size_t begin, size_t length, void *context) {
   }
 }
 
+// Whether a stream is captured: a collective would run once, and be missing from every replay. It is refused.
+static int captured(void *stream) {
+  static int (*asked)(void *, int *);
+  if (!asked) asked = dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing");
+  int status = 0;
+  return asked && !asked(stream, &status) && status;
+}
+
 int ncclAllGather(const void *from, void *to, size_t count, int type, Comm *c, void *stream) {
+  if (captured(stream)) return INVALID_USAGE;
   Target t = {to, count * bytes_of(type)};
   return exchanged(c, from, t.bytes, gather, &t);
 }
 
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, Comm *c, void *stream) {
+  if (captured(stream)) return INVALID_USAGE;
   Target t = {to, count * bytes_of(type), .root = root};
   return exchanged(c, c->rank == root ? from : NULL, t.bytes, of_root, &t);
 }
@@ -219,6 +230,7 @@ int ncclBcast(void *buffer, size_t count, int type, int root, Comm *c, void *str
 }
 
 int ncclAllReduce(const void *from, void *to, size_t count, int type, int op, Comm *c, void *stream) {
+  if (captured(stream)) return INVALID_USAGE;
   Target t = {to, count * bytes_of(type), type, op, 0};
   return exchanged(c, from, t.bytes, reduce, &t);
 }
@@ -231,6 +243,7 @@ int ncclReduce(const void *from, void *to, size_t count, int type, int op, int r
 }
 
 int ncclReduceScatter(const void *from, void *to, size_t count, int type, int op, Comm *c, void *stream) {
+  if (captured(stream)) return INVALID_USAGE;
   size_t bytes = count * bytes_of(type);
   Target t = {to, bytes, type, op, c->rank};
   return exchanged(c, from, c->size * bytes, reduce, &t);

@@ -12,22 +12,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedtp.kernels import signal
-from fusedtp.kernels.epilogue import epilogue_of
-from fusedtp.kernels.gather_matmul import GatherMatmul
-from fusedtp.kernels.launch import Channel, Config, config_for
-from fusedtp.kernels.layout import Layout
-from fusedtp.kernels.matmul import matmul
-from fusedtp.kernels.matmul_all_reduce import MatmulAllReduce, room_of
-from fusedtp.kernels.matmul_scatter import MatmulScatter
-from fusedtp.op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
-from fusedtp.scaled import Matrix, Quantized, pack_into, packed_bytes
-from fusedtp.schedules.fused import num_tiles, scales_of
-from fusedtp.schedules.producer import piece_rows
-from fusedtp.shards import offsets
-from fusedtp.workspaces import clock
-
-from .operands import Operands, Runner
+from ..kernels import signal
+from ..kernels.epilogue import epilogue_of
+from ..kernels.gather_matmul import GatherMatmul
+from ..kernels.launch import Channel, Config, config_for
+from ..kernels.layout import Layout
+from ..kernels.matmul import matmul
+from ..kernels.matmul_all_reduce import MatmulAllReduce, room_of
+from ..kernels.matmul_scatter import MatmulScatter
+from ..op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from ..scaled import Matrix, Quantized, pack_into, packed_bytes
+from ..shards import offsets
+from ..workspaces import clock
+from .fused import num_tiles, scales_of
+from .producer import piece_rows
 
 # Not the first rank, so that own chunks do not begin at 0.
 RANK = 1
@@ -54,11 +52,15 @@ class Arenas:
         # The default fingerprint of a channel.
         headers[:, signal.SIGNALS.value + signal.FINGERPRINT_SLOT.value * world_size :][:, : 4 * world_size] = 0
         headers[:, signal.BUDGET_MS.value] = BUDGET_MS
-        self.host = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        self.host = torch.zeros(signal.HOST_WORDS, dtype=torch.int32, device="cpu", pin_memory=pinned)
         addresses = [each.data_ptr() for each in self.memory]
-        peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64).to(device)
+        peers = torch.tensor([*addresses, self.host.data_ptr()], dtype=torch.int64, device=device)
         # One channel for all launches, as in a workspace.
-        self.channel = Channel(peers, self.memory[rank, self._begin :], rank, world_size, self.half_bytes, self._begin)
+        halves = tuple(each[self._begin :] for each in self.memory)
+        self.channel = Channel(
+            peers, halves[rank], rank, world_size, self.half_bytes, self._begin, arenas=halves
+        )  # fmt: skip
 
     def words(self, rank: int) -> Tensor:
         """Return the header of a rank's arena (int32), signals included."""
@@ -93,7 +95,7 @@ class Arenas:
 
 def table(device: torch.device, sizes: tuple[int, ...]) -> Tensor:
     """Return the row table of a kernel."""
-    return torch.tensor(offsets(sizes), dtype=torch.int32).to(device)
+    return torch.tensor(offsets(sizes), dtype=torch.int32, device=device)
 
 
 def poisoned(like: Tensor, M: int, N: int) -> Tensor:
@@ -181,7 +183,7 @@ def scattered(
     lefts, rights = [_data(a)], [_data(b)]
 
     def launch() -> None:
-        kernel(arenas.channel, lefts, rights, at, scales)
+        kernel(arenas.channel, lefts, rights, at, scales, arenas.channel.arenas)
 
     parts = [
         arenas.view(owner, 1, rank * region_rows, M if to_all else size, region.pitch, dtype)[:, :N]
@@ -221,42 +223,3 @@ def own_columns(N: int, world_size: int, config: Config, rank: int = RANK) -> sl
     across = -(-N // config.block_n)
     first, last = rank * across // world_size, (rank + 1) * across // world_size
     return slice(first * config.block_n, last * config.block_n)
-
-
-def own_matmul(operands: Operands, parts: tuple[str, ...]) -> Runner:
-    """Return the closure of `own_matmul`, which returns the same parts as the library's `matmul`.
-
-    `own_matmul` is the fused op without any wait or transfer, so fused - own_matmul is the cost of waiting and of the
-    links. A kernel that scatters stores its tiles into local memory instead of its peers'.
-    """
-    steps = [_step(operands, name) for name in parts]
-    return lambda: tuple([step() for step in steps])
-
-
-def _step(operands: Operands, name: str) -> Callable[[], Tensor | list[Tensor]]:
-    # The kernels of the fused schedule on one rank, which gathers for dw next to dx, then multiplies.
-    part, sizes, rank = name.removesuffix("_partial"), operands.m_sizes, operands.rank
-    a, b = operands.factors(part)
-    if operands.case.world_size > 1 and part != name:
-        _, scatter, parts = scattered(a, b, sizes, rank)
-
-        def stored() -> list[Tensor]:
-            scatter()
-            return parts
-
-        return stored
-    shard = operands.x if part == "y" else operands.dy
-    alone = operands.case.world_size == 1 or operands.case.kind == "all_reduce" or part == "dw"
-    if alone:
-        fill = plain(a, b)
-    else:
-        arenas, fill = gathered(shard, a, b, sizes, rank)
-        for rows in arenas.filled:
-            operands.follows(rows, "x" if part == "y" else "dy")
-
-    def filled() -> Tensor:
-        out = a.new_empty(a.shape[0], b.shape[1])
-        fill(out)
-        return out
-
-    return filled

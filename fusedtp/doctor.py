@@ -1,23 +1,23 @@
-"""`fusedtp doctor`: print this machine's hardware and software, and which schedules run on it and why."""
+"""Find which schedules run on this machine and why, from its compiler, GPUs, links and memory."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
-from .machine import describe, installed, said
+import torch
+from torch.distributed import ProcessGroup
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from fusedtp.choose.tuning import Table
-
-PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "scipy", "typer", "rich", "matplotlib", "jinja2")
+from .choose import tuning
+from .choose.tuning import Table, version_here
+from .cost.hardware import of_gpu
+from .machine import Machine, installed, said
+from .memory.cuda import Driver
+from .workspaces import registry
 
 UNKNOWN = "not in the hardware table: numbers of an H100 decide what the schedules choose by themselves"
 MODES = {
@@ -27,56 +27,25 @@ MODES = {
 }
 
 
-def examine(console: Console, *, providers: bool = False) -> None:
-    """Print the findings, with the baselines if `providers`, and the verdict; starts two ranks for a few seconds."""
-    for title, lines in (
-        ("Machine", machine_lines()),
-        ("Versions", version_lines()),
-        ("Compiler", compiler_lines()),
-        ("GPUs", mode_lines()),
-        ("Links", link_lines()),
-        ("Memory", memory_lines()),
-    ):
-        show(console, title, lines)
-    found = find()
-    show(console, "Schedules", schedule_lines(found))
-    if providers:
-        from .providers import listing
-
-        show(console, "Providers", listing(found.num_gpus))
-    console.print(found.verdict)
+PACKAGES = ("fusedtp", "torch", "triton", "numpy", "pandas", "scipy", "typer", "rich", "matplotlib", "jinja2")
 
 
-def show(console: Console, title: str, lines: Iterable[tuple[str, str]]) -> None:
-    """Print a section of (name, text), unless it is empty."""
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, padding=(0, 0, 0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    if table.row_count:
-        console.print(title, style="bold")
-        console.print(table)
-
-
-def machine_lines() -> Iterator[tuple[str, str]]:
-    machine = describe()
-    yield "name", machine.name
-    yield "cpu", f"{machine.cpu}, {machine.cores} cores for this process"
-    yield "gpus", f"{machine.num_gpus}x {machine.gpu}" if machine.num_gpus else "none that torch can use"
-    yield "commit", machine.commit + (" with changes" if machine.dirty else "")
-
-
-def version_lines() -> Iterator[tuple[str, str]]:
-    import platform
-
-    import torch
-
-    yield "python", platform.python_version()
-    yield "packages", ", ".join(f"{package} {installed(package)}" for package in PACKAGES)
-    yield "cuda", torch.version.cuda or "this torch is built without it"
+def sections(machine: Machine) -> dict[str, list[tuple[str, str]]]:
+    """Return what this process finds out alone: lines (name, text) by title."""
+    return {
+        "Machine": [
+            ("name", machine.name), ("cpu", f"{machine.cpu}, {machine.cores} cores for this process"),
+            ("gpus", f"{machine.num_gpus}x {machine.gpu}" if machine.num_gpus else "none that torch can use"),
+            ("commit", machine.commit + " with changes" * machine.dirty),
+        ],
+        "Versions": [
+            ("python", machine.python),
+            ("packages", ", ".join(f"{package} {installed(package)}" for package in PACKAGES)),
+            ("cuda", torch.version.cuda or "this torch is built without it"),
+        ],
+        "Compiler": [*compiler_lines()], "GPUs": [*mode_lines()], "Links": [*link_lines()],
+        "Memory": [*memory_lines()],
+    }  # fmt: skip
 
 
 def compiler() -> tuple[str, str]:
@@ -109,11 +78,6 @@ def compiler_lines() -> Iterator[tuple[str, str]]:
 
 def mode_lines() -> Iterator[tuple[str, str]]:
     """Yield each GPU's entry in the table of hardware, and its compute mode unless default."""
-    import torch
-
-    from fusedtp.cost.hardware import of_gpu
-    from fusedtp.memory.cuda import Driver
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for device in range(count):
         name = torch.cuda.get_device_name(device)
@@ -128,10 +92,6 @@ def mode_lines() -> Iterator[tuple[str, str]]:
 
 
 def link_lines() -> Iterator[tuple[str, str]]:
-    import torch
-
-    from fusedtp.memory.cuda import Driver
-
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count < 2:
         return
@@ -151,8 +111,6 @@ def link_lines() -> Iterator[tuple[str, str]]:
 
 
 def memory_lines() -> Iterator[tuple[str, str]]:
-    import torch
-
     try:
         os.close(os.memfd_create("fusedtp doctor"))
         yield "posix", "memfd_create works, which is what ranks on one machine share"
@@ -166,13 +124,10 @@ def memory_lines() -> Iterator[tuple[str, str]]:
             yield "cuda", f"this torch has no symmetric memory: {error}"
 
 
-def reachable(group: Any) -> tuple[bool, str]:
-    """Return whether these ranks reach each other's memory, and why (not)."""
-    from fusedtp.workspaces import registry
-
-    from .operands import device_here
-
-    return registry.reachable(group, device_here())
+def reachable(group: ProcessGroup) -> tuple[bool, str]:
+    """Return whether these ranks reach each other's memory, and why (not); collective."""
+    on = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return registry.reachable(group, on)
 
 
 @dataclass(frozen=True)
@@ -229,29 +184,8 @@ class Findings:
         return f"Verdict: {where}: {runs}; auto {self.auto}"
 
 
-def find() -> Findings:
-    """Try two real ranks, for a few seconds, and read the table of measurements."""
-    from fusedtp.choose import tuning
-
-    from .ranks import RankError, RankPool
-    from .sweep import rank_environment
-
-    machine = describe()
-    try:
-        with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
-            reached, detail = pool.run(reachable)[0]
-    except RankError as error:
-        reached, detail = False, f"trying it failed: {error}"
-    table, _, ignored = tuning.load()
-    missing = compiler()[1] if machine.num_gpus else ""
-    return Findings(machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored)
-
-
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield each schedule, and whether two ranks on this machine can run it."""
-    from fusedtp.choose import tuning
-    from fusedtp.choose.tuning import version_here
-
     yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
     yield "unfused", "runs: torch.distributed alone"
     not_run = f"does not run: {found.lacks}" if found.lacks else ""

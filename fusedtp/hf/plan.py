@@ -1,4 +1,4 @@
-"""`fusedtp plan`: how a Hugging Face decoder would be split, from its configuration; no weight is read or made."""
+"""The plan of a Hugging Face decoder from its configuration alone: no weight is read or made."""
 
 from __future__ import annotations
 
@@ -12,49 +12,42 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from .output import Console
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.tensor.parallel import ParallelStyle
+from ..styles.embeddings import FusedEmbeddingParallel
+from ..styles.linears import FusedColwiseParallel, FusedRowwiseParallel
+from .decoders import decoder_plan, matching, told, whole
+from .tokens import TiedHead
 
 # Limits: bytes and counts of a configuration, CPU time and memory to make the modules, characters of an error.
 _MOST_BYTES, _MOST_MODULES, _MOST_SECONDS, _MOST_KIB, _MOST_TEXT = 4 << 20, 30_000, 60, 4 << 20, 400
 _COUNT = re.compile("layer|label|expert|block|depth|stage")
 
 
-def plan(
-    config: Annotated[str, typer.Argument(help="A config.json or its folder, or a model's name on the hub.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks to split over.")] = 2,
-    sequence_parallel: Annotated[bool, typer.Option(help="Split tokens between the matmuls.")] = True,
-) -> None:
-    """Show how a Hugging Face decoder would be split over ranks.
+def plan_of(config: str, world_size: int, *, sequence_parallel: bool = True) -> tuple[list[str], list[str]]:
+    """Return the lines of a plan, and notes on keys of the configuration that do not show in it.
 
-    That is what fusedtp.parallelize would make of it: a style for each module, or why it cannot.
+    config: a config.json or its folder, or a model's name on the hub. A line that begins with blanks belongs to the
+    module of the line before. ValueError if no plan can be made; ImportError without transformers; OSError for a file
+    that cannot be read.
     """
-    from fusedtp.hf.decoders import decoder_plan
-
     try:
         with _bounded(), _without_torchao():
             model, notes = _without_weights(config)
             styles = decoder_plan(model, world_size, sequence_parallel=sequence_parallel)
-            _show(model, styles, world_size)
-    except (ImportError, OSError, ValueError, NotImplementedError) as error:
-        raise typer.BadParameter(f"{error}") from error
+            return list(_lines(model, styles, world_size)), notes
+    except (ImportError, OSError, ValueError, NotImplementedError):
+        raise
     except Exception as error:
-        raise typer.BadParameter(f"{config}: no plan can be made of it: {_in_short(error)}") from error
-    for note in notes:
-        typer.echo(note, err=True)
+        raise ValueError(f"{config}: no plan can be made of it: {_in_short(error)}") from error
 
 
 def _without_weights(config: str) -> tuple[nn.Module, list[str]]:
     # Return the model on the meta device, and notes on keys of the file that do not show in the model.
-    import torch
-
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers import logging as logging_
@@ -198,42 +191,37 @@ def _bounded() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _show(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> None:
-    from rich.padding import Padding
-
-    from fusedtp.hf.decoders import matching, told, whole
-
-    console = Console()
-    console.print(f"{type(model).__name__} over {world_size} ranks", style="bold")
+def _lines(model: nn.Module, styles: dict[str, list[ParallelStyle]], world_size: int) -> Iterator[str]:
+    yield f"{type(model).__name__} over {world_size} ranks"
     hidden, logits = 0, 0
     for pattern, each in styles.items():
         found = [module for _, module in matching(model, pattern)]
         # A packed linear is unpacked first, so its parts do not exist yet.
         kind = f"{len(found)} x {type(found[0]).__name__}" if found else "a part of the packed linear"
-        console.print(f"{pattern or 'the model'}: {kind}")
+        yield f"{pattern or 'the model'}: {kind}"
         for style in each:
-            console.print(Padding(repr(style), (0, 0, 0, 4), expand=False))
+            yield f"    {style!r}"
             of_hidden, of_logits = _moved(style, found)
             hidden, logits = hidden + of_hidden, logits + of_logits
-    console.print("\nR is Replicate(): every rank has all; S(d) is Shard(d): split along dim d. Styles:")
+    yield "\nR is Replicate(): every rank has all; S(d) is Shard(d): split along dim d. Styles:"
     for made in dict.fromkeys(type(style) for each in styles.values() for style in each):
         first = (made.__doc__ or "").partition("\n")[0].removeprefix("Style ")
-        console.print(f"- {made.__name__}: {first}")
+        yield f"- {made.__name__}: {first}"
     dtype = next(model.parameters()).dtype
     num_bytes, left = sum(each.nbytes for each in model.parameters()), whole(model, styles)
     share = sum(left.values())
     own = num_bytes * (share + (1 - share) / world_size)
     name = str(dtype).removeprefix("torch.")
-    console.print(
+    yield (
         f"\nParameters, {name}: {_size(num_bytes)} in all, about {_size(own)} on each rank, "
         f"{_size(4 * own)} with gradients and AdamW's two moments, all in {name}; activations are not counted."
     )
     if hidden and world_size > 1:
         each_bytes = dtype.itemsize * (world_size - 1) / world_size
         more = f", and {_size(logits * each_bytes)} for each token's logits" if logits else ""
-        console.print(f"Each rank sends about {_size(hidden * each_bytes)} for each token in forward{more}.")
+        yield f"Each rank sends about {_size(hidden * each_bytes)} for each token in forward{more}."
     if left:
-        console.print(told(left))
+        yield told(left)
 
 
 def _moved(style: ParallelStyle, modules: list[Any]) -> tuple[int, int]:
@@ -241,10 +229,6 @@ def _moved(style: ParallelStyle, modules: list[Any]) -> tuple[int, int]:
 
     A rank sends (n-1)/n of them. A row-parallel linear counts the gather before it too.
     """
-    from fusedtp import FusedColwiseParallel, FusedRowwiseParallel
-    from fusedtp.hf.tokens import TiedHead
-    from fusedtp.styles.embeddings import FusedEmbeddingParallel
-
     style = style.style if isinstance(style, TiedHead) else style
     if isinstance(style, FusedRowwiseParallel):
         return 2 * sum(getattr(each, "out_features", None) or each.nf for each in modules), 0

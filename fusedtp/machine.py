@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlparse
 
 # Folders of the checkout that make up the package.
@@ -86,20 +88,30 @@ _THROTTLED = {
 }  # fmt: skip
 
 
-def gpu_state(index: int) -> str:
-    """Return the clocks, power, temperature and throttle reasons of a GPU by NVML, as text; "" without pynvml."""
-    try:
-        import pynvml as nvml  # type: ignore[import-not-found]
+def nvml_of(index: int) -> tuple[Any, ctypes.c_void_p]:
+    """Return the library NVML and its handle of a GPU by torch's index; OSError if there is none."""
+    nvml, gpu = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(_nvml_index(index), ctypes.byref(gpu)):
+        raise OSError(f"NVML does not know GPU {index}")
+    return nvml, gpu
 
-        nvml.nvmlInit()
-        try:
-            gpu = nvml.nvmlDeviceGetHandleByIndex(_nvml_index(index))
-            clocks = [nvml.nvmlDeviceGetClockInfo(gpu, kind) for kind in (nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM)]
-            power, heat = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3, nvml.nvmlDeviceGetTemperature(gpu, 0)
-            bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-        finally:
-            nvml.nvmlShutdown()
-    except Exception:
+
+def gpu_state(index: int) -> str:
+    """Return the clocks, power, temperature and throttle reasons of a GPU by NVML, as text; "" without NVML."""
+    try:
+        nvml, gpu = nvml_of(index)
+
+        def asked(name: str, *given: int, kind: Any = ctypes.c_uint) -> int:
+            found = kind()
+            if code := getattr(nvml, name)(gpu, *given, ctypes.byref(found)):
+                raise OSError(f"{name} failed with error {code}")
+            return int(found.value)
+
+        # nvmlClockType_t: SM and memory; nvmlTemperatureSensors_t: the GPU (nvml.h).
+        clocks = [asked("nvmlDeviceGetClockInfo", kind) for kind in (1, 2)]
+        power, heat = asked("nvmlDeviceGetPowerUsage") / 1e3, asked("nvmlDeviceGetTemperature", 0)
+        bits = asked("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
+    except (OSError, AttributeError):
         # Not there, not allowed, or another version: what is measured does not depend on it.
         return ""
     reasons = ", ".join(name for bit, name in _THROTTLED.items() if bits & bit)
@@ -186,9 +198,7 @@ def checkout() -> tuple[str, bool]:
 
 def _same_files(root: Path) -> bool:
     """Return whether the running package has the checkout's files."""
-    import fusedtp
-
-    package = Path(fusedtp.__file__).resolve().parent
+    package = Path(__file__).resolve().parent
     if package == (root / "fusedtp").resolve():
         return True
     pairs = {name: package if name == "fusedtp" else package / name for name in SOURCES}
