@@ -9,9 +9,11 @@ class PeerTimeout(RuntimeError):
     Attributes:
         op: the operator's name.
         rank: the rank that waited.
-                peer: the rank that is missing.
+        peer: the rank that is missing.
         seconds: the budget spent.
-        came_late: `peer` is not missing, but gave up on `rank` before. explained: `detail` says what `peer` has done.
+        detail: what this rank knows of the wait, or "".
+        came_late: `peer` is not missing, but gave up on `rank` before.
+        explained: `detail` says what `peer` has done.
 
     After this error the group's workspace refuses use until `fusedtp.destroy(group)`.
     """
@@ -27,8 +29,9 @@ class PeerTimeout(RuntimeError):
             text = f"{op}: rank {rank} came too late: rank {peer} had given up on rank {rank} (rank {rank} {waited})"
         else:
             lost = (
-                ", which did not answer: it is lost, late or has raised an error of its own. Call fusedtp.destroy for "
-                "this group on every live rank; fusedtp.set_timeout gives a late rank more time"
+                ", which did not answer: it is lost or late, has raised an error of its own, or made no such call, as "
+                "with schedule 'unfused'. Call fusedtp.destroy for this group on every live rank; fusedtp.set_timeout "
+                "gives a late rank more time"
             )
             text = f"{op}: rank {rank} {waited}{' in vain' if explained else lost}"
         super().__init__(f"{text} ({detail})" if detail else text)

@@ -73,7 +73,8 @@ def resolve(group: Group = None) -> dist.ProcessGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"group must be a 1-D mesh, got {group.ndim} dimensions {group.mesh_dim_names}: pick one, mesh['name']"
+                f"group must be a 1-D mesh, got {group.ndim} dimensions "
+                f"{group.mesh_dim_names or 'without names (give mesh_dim_names)'}: pick one, mesh['name']"
             )
         check_mesh("group", group)
         return group.get_group()

@@ -143,7 +143,7 @@ CALLS: dict[str, tuple[Callable[[Here, bool], object], str]] = {
         lambda h, odd: h.on_a_machine(odd, X, W),
         "do not agree on float8: torch.float8_e4m3fn on rank 0, torch.float8_e4m3fnuz on rank 1"),
     "the gradients that are needed": (
-        lambda h, odd: h.column(ones(3, 6, requires_grad=not odd)).sum().backward(), "do not agree on the op"),
+        lambda h, odd: h.column(ones(3, 6, requires_grad=not odd)).sum().backward(), "(in backward) on rank"),
 }
 # fmt: on
 

@@ -54,6 +54,9 @@ from .tokens import (
     WholeTokens,
 )
 
+# What `save_pretrained` writes into a config, perhaps on one rank.
+_WRITTEN = ("architectures", "transformers_version")
+
 
 def model_given(model: nn.Module) -> dict[str, str]:
     """Return the values that all ranks must share: dtype and shape of every parameter, and the values of `config`."""
@@ -62,7 +65,7 @@ def model_given(model: nn.Module) -> dict[str, str]:
     return {
         name: f"{str(each.dtype).removeprefix('torch.')} {list(each.shape)}{' on meta' * each.is_meta}"
         for name, each in model.named_parameters(remove_duplicate=False)
-    } | {f"config.{name}": repr(value) for name, value in values.items() if name[:1] != "_"}
+    } | {f"config.{name}": repr(value) for name, value in values.items() if name[:1] != "_" and name not in _WRITTEN}
 
 
 # `parallelize` warns if a larger share of the bytes stays whole.

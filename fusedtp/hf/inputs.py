@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
@@ -25,6 +26,8 @@ from ..torch_private import is_in_torch_dispatch_mode, is_tracing, transforms_ac
 from ..workspaces import agreement, timeouts
 
 _FIRST, _EVERY = 2, 64
+# Time for the other ranks to read a difference.
+_READ_SECONDS = 5.0
 # Elements of hidden states that are hashed; tokens are hashed whole.
 _SAMPLE = 1 << 16
 _ONE_BATCH = (
@@ -65,10 +68,14 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str, advice:
             raise
         absent = f"it has not called {op}, or has given up; where it loads for longer, fusedtp.set_timeout allows"
         raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more") from error
+    if text := agreement.difference(op, everyone):
+        # A rank may end with this error, and its store with it: let the others read first.
+        store.set(f"{keys[rank]}/read", "")
+        with suppress(RuntimeError):
+            store.wait([f"{key}/read" for key in keys], timedelta(seconds=min(seconds, _READ_SECONDS)))
+        raise RanksDisagree(f"{text}{advice}", op, rank, tuple(everyone))
     # A peer that has written this record has read all of the previous one.
     store.delete_key(f"fusedtp/{op}/{call - 1}/{rank}")
-    if text := agreement.difference(op, everyone):
-        raise RanksDisagree(f"{text}{advice}", op, rank, tuple(everyone))
 
 
 class CompareInputs:

@@ -1,7 +1,8 @@
 """Library matmuls by chunk over symmetric memory. On a GPU the next chunk is in flight while one is multiplied.
 
 On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it in place, or it
-multiplies straight into its own arena, from which the owners add. On a GPU the copy engine pushes parts into the peers'
+multiplies straight into its own arena, from which the owners add. Peers copy parts of few rows, and multiply all of
+them at once. On a GPU the copy engine pushes parts into the peers'
 arenas on a side stream; terms of a sum are multiplied locally and pushed likewise. On both, each part has a signal, and
 ranks wait part by part in the order rank, rank + 1, ..
 

@@ -129,6 +129,10 @@ def difference(op: str, everyone: Sequence[Mapping[str, str] | None]) -> str:
         values = ["an unknown one" if each is None else each.get(name, "not given") for each in everyone]
         if len({value for value, each in zip(values, everyone, strict=True) if each is not None}) > 1:
             what = "the op" if name == "op" else name
+            if name == "op":
+                # Backward passes run ops that the user has not called.
+                backward = [each is not None and each.get("pass") == "backward" for each in everyone]
+                values = [f"{each} (in backward)" if its else each for each, its in zip(values, backward, strict=True)]
             text = f"{op}: the ranks do not agree on {what}: {_by_rank(values)}{_odd_one_out(values)}"
             calls = ["" if each is None else each.get("call", "") for each in everyone]
             # Different ops may be steps of different calls: name the calls too.
