@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.distributed import ProcessGroup
+
+from fusedtp.bench.ranks import RankPool
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+TRAINER = str(EXAMPLES / "train.py")
 # Small, for speed.
-SIZES = ("--hidden", "64", "--batch", "4", "--length", "32", "--evaluate-every", "3")
+SIZES = ("--hidden", "64", "--batch", "4", "--length", "32", "--evaluate-every", "3", "--peak-tflops", "1")
+
+
+def trains(group: ProcessGroup, *options: str) -> str:
+    """Run the trainer in a rank's process, which is forked and need not import torch, and return what it prints."""
+    sys.argv = [TRAINER, *options]
+    sys.path.insert(0, str(EXAMPLES))
+    with mock.patch.dict(os.environ, WORLD_SIZE=str(group.size())), contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(TRAINER, run_name="__main__")
+    return said.getvalue()
 
 
 def losses(num_ranks: int, *options: str) -> dict[str, float]:
     """Run the trainer, and return its losses by what it calls them."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
-    command = [sys.executable, *launcher, str(EXAMPLES / "train.py"), *SIZES, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert said.returncode == 0, said.stderr
-    found = re.findall(r"^step +(\d+)  (loss|held out) ([\d.]+)", said.stdout, re.MULTILINE)
-    assert len(re.findall(r" tokens/s  MFU [\d.]+%$", said.stdout, re.MULTILINE)) == sum(
-        k == "loss" for _, k, _ in found
-    )
+    with RankPool(num_ranks, timeout=100) as ranks:
+        return read(ranks.run(trains, *SIZES, *options)[0])
+
+
+def read(said: str) -> dict[str, float]:
+    found = re.findall(r"^step +(\d+)  (loss|held out) ([\d.]+)", said, re.MULTILINE)
+    assert len(re.findall(r" tokens/s  MFU [\d.]+%$", said, re.MULTILINE)) == sum(k == "loss" for _, k, _ in found)
     return {f"{what} {step}": float(value) for step, what, value in found}
 
 
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[str, float]:
-    return losses(1, "--steps", "6")
+    """Run the trainer by its command line."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", TRAINER, *SIZES, "--steps", "6"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    return read(done.stdout)
 
 
 def test_one_process_learns(of_one_process: dict[str, float]) -> None:
