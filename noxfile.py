@@ -22,8 +22,6 @@ nox.options.sessions = ["tests", "lint", "types"]
 FOLDERS = ("fusedtp", "kernels", "bench", "tests", "docs", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-# The tests are compiled to bytecode once, not by every rank that imports them.
-IN_TESTS = {**ONE_THREAD, "PYTHONDONTWRITEBYTECODE": ""}
 
 # Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
 # alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
@@ -66,14 +64,14 @@ def install(session: nox.Session, *more: str, **versions: str) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that runs without a GPU: real ranks, real shared memory, kernels in Triton's interpreter."""
     install(session)
-    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
 def tests_oldest(session: nox.Session) -> None:
     """The same with the oldest Triton and the oldest transformers that are supported."""
     install(session, triton=OLDEST, transformers=OLDEST_TRANSFORMERS)
-    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -81,7 +79,7 @@ def tests_newest(session: nox.Session) -> None:
     """The same with the newest torch, its Triton, transformers and peft. Such a torch may be 5 GB of CUDA."""
     newest = ("triton", "transformers", "peft")
     install(session, *newest, "--upgrade", torch="", **dict.fromkeys(newest, ""))
-    session.run("pytest", *TESTS, *session.posargs, env=IN_TESTS)
+    session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
 @nox.session

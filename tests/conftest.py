@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,9 @@ from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import RankError, RankPool, StartedCall, kept
 from fusedtp.bench.store import Measurement
 
+# The package and the tests are compiled to bytecode once, not by every rank and command: images may set the variable.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # This machine's tuning table must not choose the schedules of the tests.
 os.environ["FUSEDTP_TUNING"] = "off"
 # typer wraps error messages, and paths in them, to the width of the terminal.
