@@ -256,10 +256,9 @@ def test_output_that_cannot_be_written_ends_in_one_line(
     status, line = OUTPUTS[how]
     for name in commands():
         plain = arguments_of(name, tmp_path, timed(make_row))
-        for typed, error in (
-            ([name, "--help"], StringIO()), (plain, StringIO()),
-            *(((plain, None), (plain, "full")) * (name == "report")),
-        ):  # fmt: skip
+        # One command stands for all where standard error is missing or full too.
+        others = (None, "full") if name == "report" else ()
+        for typed, error in (([name, "--help"], StringIO()), (plain, StringIO()), *((plain, each) for each in others)):
             out, err = Unwritable(how).file, Unwritable("full").file if error == "full" else error
             monkeypatch.setattr(sys, "stdout", out)
             monkeypatch.setattr(sys, "stderr", err)
