@@ -66,6 +66,8 @@ def predict(
     Nothing is measured: the times follow from sizes and a table of hardware.
     """
     from fusedtp import cost
+    from fusedtp.choose.tuning import MODEL_ERROR
+    from fusedtp.cost.model import verdict
 
     console = Console()
     if list_:
@@ -109,7 +111,7 @@ def predict(
     table.print(console)
     for text in list(dict.fromkeys(text for each in predictions for text in each.assumptions))[1:]:
         console.print(f"- {text}")
-    console.print(verdict(predictions, of_each))
+    console.print(verdict(predictions, of_each, MODEL_ERROR))
     if picture is not None:
         console.print(f"picture: {picture}", soft_wrap=True)
 
@@ -161,27 +163,6 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
     # With replicas, the network's columns are what was asked for.
     optional = ("GFLOP", "MB", "hidden", "cast", "comm", "matmul", "by") + ("bound", "fastest") * bool(first.network_us)
     return CellTable.of("predictions", title, lines, optional=optional)
-
-
-def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]]) -> str:
-    """Return what the predictions mean, in a sentence."""
-    from fusedtp.choose.tuning import MODEL_ERROR
-
-    best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
-    means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
-    if any(each.network_us for each in predictions):
-        means += "; network, what replicas exchange, and exposed, its part that no matmul hides"
-    if any(each.best_us < each.bound_us for each in predictions):
-        means += ": fused and decomposed send by themselves and can take less"
-    if best.winner == "unfused":
-        return f"No gain: unfused is the fastest everywhere ({means})."
-    num_gain = sum(each.speedup > MODEL_ERROR for each in predictions)
-    num_close = sum(each.winner != "unfused" for each in predictions) - num_gain
-    if num_close:
-        means = f"up to {MODEL_ERROR}x is too close to call: {num_close} of {len(predictions)}; {means}"
-    gain = f"Gain in {num_gain} of {len(predictions)}" if num_gain else "Too close to call"
-    where = f"at {' x '.join(map(str, size))} on {best.work.num_ranks} ranks"
-    return f"{gain}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
 
 
 def show_hardware(console: Console) -> None:

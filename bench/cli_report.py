@@ -161,7 +161,6 @@ def doctor(
     The last line says which one `auto` takes.
     """
     from fusedtp import doctor as examined
-    from fusedtp.choose import tuning
     from fusedtp.machine import describe
 
     from .providers import listing
@@ -177,11 +176,7 @@ def doctor(
             reached, detail = pool.run(examined.reachable)[0]
     except RankError as error:
         reached, detail = False, f"trying it failed: {error}"
-    table, _, ignored = tuning.load()
-    missing = examined.compiler()[1] if machine.num_gpus else ""
-    found = examined.Findings(
-        machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored
-    )  # fmt: skip
+    found = examined.findings(machine, reached, detail)
     _section(console, "Schedules", [*examined.schedule_lines(found)])
     if providers:
         _section(console, "Providers", listing(found.num_gpus))

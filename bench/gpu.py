@@ -80,14 +80,6 @@ def hooks() -> list[Job]:
     return found
 
 
-def float16() -> list[Job]:
-    """Time fused kernels in float16, and check layers on two ranks."""
-    sizes = {"gather rows": UP[0], "scatter": DOWN[0], "few-row all-reduce": FEW[0]}
-    return [kernel(f"{name}, {ranks} ranks", size, "float16") for name, (ranks, size) in sizes.items()] + named(
-        "float16"
-    )
-
-
 def sanitized() -> list[Job]:
     """Return the kernels that run at 256 x 256 x 256 under compute-sanitizer."""
     names = ("gather rows, pushing", "scatter", "few-row all-reduce", "gather rows, through the arena")
@@ -107,6 +99,8 @@ class Item(NamedTuple):
 def plan(*, dry_run: bool = False) -> dict[str, Item]:
     """Return the items, the most telling first. A dry run has small sizes and two rounds."""
     small = [kernel("matmul", (256, 256, 256), dtype, timed=False) for dtype in ("float32", "bfloat16")]
+    firsts = {"gather rows, 8 ranks": UP[0], "scatter, 8 ranks": DOWN[0], "few-row all-reduce, 8 ranks": FEW[0]}
+    half = [kernel(name, size, "float16") for name, (_, size) in firsts.items()]
     tiles = ((8192, 8192, 8192), (8192, 7168, 8192), (8192, 8192, 3584), (512, 7168, 8192), (128, 7168, 8192))
     pushers, link = ((1024, 7168, 8192), (4096, 7168, 8192)), ((8192, 7168, 4096), (8192, 3584, 4096))
     items = {
@@ -130,7 +124,7 @@ def plan(*, dry_run: bool = False) -> dict[str, Item]:
             45, [kernel("gather rows over a link", size, seconds=2.0) for size in link if torch.cuda.is_available()],
             "a peer in pinned host memory, its rows copied beside the matmul", True),
         "memcheck": Item(40, named("memcheck"), "kernels at 256 x 256 x 256 under compute-sanitizer"),
-        "float16": Item(60, float16(), "fused kernels and layers in float16", True),
+        "float16": Item(60, half + named("float16"), "fused kernels and layers in float16", True),
         "trees": Item(40, named("trees"), "sums in the order of a tree, on two ranks"),
         "doctor": Item(40, named("doctor"), "fusedtp doctor, where typer and rich are installed"),
     }  # fmt: skip

@@ -46,13 +46,11 @@ class Launch(NamedTuple):
     """A launch and the check of its result.
 
     - arenas: their waits are bounded during the check.
-    - num_bytes: bytes moved, for a launch without a matmul.
     """
 
     launch: Callable[[], object]
     check: Callable[[], Checked] = lambda: (0.0, 0.0)
     arenas: preset.Arenas | None = None
-    num_bytes: int = 0
 
 
 Launches: TypeAlias = dict[str, Launch]
@@ -139,7 +137,7 @@ def tiled(dtype: str, *size: int) -> Launches:
 
 
 def gather(
-    dtype: str, ranks: int, *size: int, along: int = 0, in_place: bool = True, transposed: bool = False,
+    ranks: int, dtype: str, *size: int, along: int = 0, in_place: bool = True, transposed: bool = False,
     pushed: bool = True,
 ) -> Launches:  # fmt: skip
     """Make all-gather + matmul, x cut along rows or contraction. in_place: the own shard is read in place."""
@@ -159,7 +157,7 @@ def gather(
     return operands.own() | {"fused": loop, OTHER: no_other(other)}
 
 
-def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bool = False) -> Launches:
+def scatter(ranks: int, dtype: str, *size: int, to_all: bool = False, turned: bool = False) -> Launches:
     """Make matmul + reduce-scatter's first kernel, or a one-shot all-reduce's. turned: A has adjacent rows."""
     operands = Factors(dtype, *size)
     if turned:
@@ -175,7 +173,7 @@ def scatter(dtype: str, ranks: int, *size: int, to_all: bool = False, turned: bo
     return operands.own() | {"fused": made(None), OTHER: no_other(made(config))}
 
 
-def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Launches:
+def all_reduce(ranks: int, dtype: str, *size: int, to_all: bool = False) -> Launches:
     """Time the one-kernel all-reduce with zero partial sums from the peers."""
     operands, (M, N, K, _) = Factors(dtype, *size), size
     config, out = config_for(operands.a.device, operands.a.dtype, M, 0), preset.poisoned(operands.a, M, N)
@@ -188,7 +186,7 @@ def all_reduce(dtype: str, ranks: int, *size: int, to_all: bool = False) -> Laun
     return operands.own() | {"fused": Launch(partial(fill, out), check, arenas)}
 
 
-def float8(scatters: bool, ranks: int, M: int, N: int, K: int, seed: int) -> Launches:
+def float8(scatters: bool, ranks: int, dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
     """Make a gather or a scatter of float8 rows with their scales, beside the library's scaled matmul."""
     wide = [normal("bfloat16", n, K, seed=2 * seed + i) for i, n in enumerate((M, N))]
     a, w = (Quantized.of(scaled(each, "rowwise"), torch.bfloat16) for each in wide)
@@ -238,18 +236,10 @@ FUSED: dict[str, tuple[Callable[..., Launches], Sequence[tuple[int, Size]]]] = {
 }
 
 
-def _with_ranks(make: Callable[..., Launches], ranks: int, dtype: str, *size: int) -> Launches:
-    return make(dtype, ranks, *size)
-
-
-def _float8_with_ranks(scatters: bool, ranks: int, dtype: str, *size: int) -> Launches:
-    return float8(scatters, ranks, *size)
-
-
 PUSHERS = (0, 6, 12, 33)
 
 
-def pushed(dtype: str, ranks: int, *size: int) -> Launches:
+def pushed(ranks: int, dtype: str, *size: int) -> Launches:
     """Make a gather of the own rows alone, sent to the peers, by number of sending programs."""
     operands, sizes = Factors(dtype, *size), (0, size[0], *[0] * (ranks - 2))
     a, found = operands.a, operands.own()
@@ -296,7 +286,7 @@ def linked(dtype: str, M: int, N: int, K: int, seed: int) -> Launches:
     near.fill_(torch.nan)
     return {
         "own_matmul": multiply,
-        "copy": Launch(lambda: copy(lambda: None), num_bytes=far.nbytes),
+        "copy": Launch(lambda: copy(lambda: None)),
         "copy, then matmul": Launch(lambda: copy(waiting.launch, wait=True), arrived, arenas),
         "copy beside matmul, no waits": Launch(lambda: copy(multiply.launch), multiply.check),
         "fused": Launch(lambda: copy(waiting.launch), arrived, arenas),
@@ -370,16 +360,16 @@ KERNELS: Mapping[str, Kernel] = {
     "matmul": Kernel(plain, ("torch.mm", "own_matmul", WARP_SPECIALISED)),
     "tiles": Kernel(tiled, ("torch.mm", *map(str, TILES))),
     **{
-        f"{name}, {count} ranks": Kernel(partial(_with_ranks, make, count), _HOOKS[: 2 + ("few-row" not in name)])
+        f"{name}, {count} ranks": Kernel(partial(make, count), _HOOKS[: 2 + ("few-row" not in name)])
         for name, (make, _) in FUSED.items() for count in (2, 4, 8)
     },
     **{
         f"float8 {name}, {count} ranks": Kernel(
-            partial(_float8_with_ranks, name == "scatter", count), ("scaled mm", "fused"))
+            partial(float8, name == "scatter", count), ("scaled mm", "fused"))
         for name in ("gather rows", "scatter") for count in (2, 8)
     },
     "gather own rows, 8 ranks": Kernel(
-        partial(_with_ranks, pushed, 8), ("own_matmul", *(f"{count} pushers" for count in PUSHERS))
+        partial(pushed, 8), ("own_matmul", *(f"{count} pushers" for count in PUSHERS))
     ),
     "gather rows over a link": Kernel(
         linked, ("own_matmul", "copy", "copy, then matmul", "copy beside matmul, no waits", "fused")

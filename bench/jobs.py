@@ -185,7 +185,10 @@ class JobPlanner:
         if num_gpus and not compiled:
             clocked = ()
         if request.models:
-            for case in _blocks(request, world_size, num_gpus) if compiled or not num_gpus else ():
+            dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
+            blocks = itertools.product(request.models, request.tokens or (2048,), [world_size], dtypes)
+            cases = [case for each in blocks for case in block(*each) if case.op in request.ops]
+            for case in cases if compiled or not num_gpus else ():
                 both = request.directions or (("forward",) if case.is_float8 else ("forward", "backward"))
                 yield self._timed(case, clocked, both)
             return
@@ -283,13 +286,6 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
         sizes += [(shape, dtype, forward) for shape in SHAPES["medium"][op] for dtype in DTYPES if dtype != main]
     sizes += [(shape, dtype, forward) for dtype in EVERY_FLOAT8 for shape in shapes]
     return [size for size in sizes if size[1] in (request.dtypes or DTYPES)]
-
-
-def _blocks(request: Request, world_size: int, num_gpus: int) -> list[Case]:
-    # Return the matmuls of a block of each model at each number of tokens.
-    dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
-    blocks = itertools.product(request.models, request.tokens or (2048,), [world_size], dtypes)
-    return [case for each in blocks for case in block(*each) if case.op in request.ops]
 
 
 def estimate(job: Job) -> float:

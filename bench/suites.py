@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from . import providers
@@ -146,14 +147,9 @@ def _grouped(size: Size, dtype: str, world_size: int) -> list[Case]:
     return [Case("grouped", M, sum(widths), num_in, dtype, world_size, widths=tuple(widths))]
 
 
-def _decode(size: Size, dtype: str, world_size: int) -> list[Case]:
+def _of(op: str, size: Size, dtype: str, world_size: int) -> list[Case]:
     M, N, K = size
-    return [Case("decode", M, N, K, dtype, world_size)]
-
-
-def _block(size: Size, dtype: str, world_size: int) -> list[Case]:
-    M, N, K = size
-    return [Case("block", M, N, K, dtype, world_size)]
+    return [Case(op, M, N, K, dtype, world_size)]
 
 
 def _collectives(size: Size, dtype: str, world_size: int) -> list[Case]:
@@ -190,8 +186,8 @@ SUITES: Mapping[str, Suite] = {
     ),
     # N, K: an output projection, and the second linear of an MLP.
     "decode": Suite(
-        "a decoder's all-reduce of few tokens, with residual and RMSNorm", ("decode",), _decode, split=(2,),
-        others=("torch", "dtensor"), directions=("forward",), most_ranks=4, seconds=6.0, calls=8,
+        "a decoder's all-reduce of few tokens, with residual and RMSNorm", ("decode",), partial(_of, "decode"),
+        split=(2,), others=("torch", "dtensor"), directions=("forward",), most_ranks=4, seconds=6.0, calls=8,
         on_cpu=tuple((M, N, K) for N, K in ((1024, 1024), (1024, 2816), (2048, 2048)) for M in (1, 4, 16, 64)),
         of_model=lambda sizes, tokens: {
             "attention out": (tokens, sizes.hidden, sizes.heads * sizes.head_dim),
@@ -199,7 +195,7 @@ SUITES: Mapping[str, Suite] = {
         tokens=(1, 4, 16, 64, 128),
     ),
     "block": Suite(
-        "a whole transformer block, forward, and a step: forward and backward", ("block",), _block,
+        "a whole transformer block, forward, and a step: forward and backward", ("block",), partial(_of, "block"),
         lengths=("tokens", "intermediate", "hidden"), others=("dtensor",),
         of_model=lambda sizes, tokens: {"": (tokens, sizes.intermediate, sizes.hidden)},
     ),

@@ -184,6 +184,13 @@ class Findings:
         return f"Verdict: {where}: {runs}; auto {self.auto}"
 
 
+def findings(machine: Machine, reached: bool, detail: str) -> Findings:
+    """Return the facts of this machine. reached, detail: what two ranks have found by `reachable`."""
+    table, _, ignored = tuning.load()
+    missing = compiler()[1] if machine.num_gpus else ""
+    return Findings(machine.gpu, machine.num_gpus, machine.cores, reached, detail, missing, table, ignored)
+
+
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
     """Yield each schedule, and whether two ranks on this machine can run it."""
     yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"

@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fusedtp import cost
-from fusedtp.bench import cli_predict, store, tables, timeline
+from fusedtp.bench import store, tables, timeline
 from fusedtp.bench.cases import OWN, SEQUENTIAL
 from fusedtp.bench.frames import frame_of
 from fusedtp.bench.jobs import Request, plan
 from fusedtp.bench.ranks import RankPool
 from fusedtp.bench.store import origin
 from fusedtp.bench.suites import SUITES
+from fusedtp.choose.tuning import MODEL_ERROR
+from fusedtp.cost.model import verdict
 from fusedtp.machine import describe
 
 from . import generated, published
@@ -88,7 +90,7 @@ def test_the_prediction_is_what_the_command_says() -> None:
         assert f"{found.speedup:.2f}" == expected
     sizes = [(tokens, 57344, 8192) for tokens in (512, 1024, 2048, 4096, 8192)]
     ranges = [cost.predict("all_gather_matmul", M=M, N=N, K=K, world_size=8) for M, N, K in sizes]
-    assert f'"{cli_predict.verdict(ranges, sizes).partition(" (")[0]}"' in README
+    assert f'"{verdict(ranges, sizes, MODEL_ERROR).partition(" (")[0]}"' in README
 
 
 def test_the_losses_are_those_of_one_process() -> None:

@@ -30,6 +30,7 @@ the op runs unfused: its collective crosses the network between domains while th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -228,3 +229,22 @@ def _algorithm(work: Work, algorithm: str, machine: Hardware, schedule: str) -> 
     shape = (work.rows, work.cols) if work.flops else (1, work.moved)
     # The schedules decide the same way, by the dtype that travels.
     return way_of(*shape, work.num_ranks, work.made, machine, schedule, alone=not work.flops, switch=switch)
+
+
+def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]], least: float) -> str:
+    """Return what predictions mean, in a sentence. A speed-up of up to `least` is too close to call."""
+    best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
+    means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
+    if any(each.network_us for each in predictions):
+        means += "; network, what replicas exchange, and exposed, its part that no matmul hides"
+    if any(each.best_us < each.bound_us for each in predictions):
+        means += ": fused and decomposed send by themselves and can take less"
+    if best.winner == "unfused":
+        return f"No gain: unfused is the fastest everywhere ({means})."
+    num_gain = sum(each.speedup > least for each in predictions)
+    num_close = sum(each.winner != "unfused" for each in predictions) - num_gain
+    if num_close:
+        means = f"up to {least}x is too close to call: {num_close} of {len(predictions)}; {means}"
+    gain = f"Gain in {num_gain} of {len(predictions)}" if num_gain else "Too close to call"
+    where = f"at {' x '.join(map(str, size))} on {best.work.num_ranks} ranks"
+    return f"{gain}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
