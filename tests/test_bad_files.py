@@ -60,7 +60,10 @@ OPTIONS: list[tuple[str, str]] = [
     ("sweep --seconds nan", "Invalid value for '--seconds'"),
     ("sweep --out FILE", "--out must be a folder that can be written, got 'FILE'"),
     ("tune --out FILE/t.json", "--out must be a file that can be written, got 'FILE/t.json'"),
-    ("sweep --suite mlp --shape 5,4,4 --world-size 2", "--shape: lengths that are split must be multiples of the 2 ranks, got 5,4,4"),
+    (
+        "sweep --suite mlp --shape 5,4,4 --world-size 2",
+        "--shape: lengths that are split must be multiples of the 2 ranks, got 5,4,4",
+    ),
     ("tune --show --out FILE", "FILE is ignored, not a table of fusedtp tune"),
     ("report missing.csv", "there is no file missing.csv"),
     ("report FILE", "FILE is not a CSV file of results"),

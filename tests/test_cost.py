@@ -59,23 +59,22 @@ def cpu_rows(path: Path) -> pd.DataFrame:
 def cpu_rates(rows: pd.DataFrame) -> Hardware:
     """Return the machine's rates from rows of the bounds alone, not of the schedule that is predicted.
 
-    With one rank a collective is a copy, and unfused's time beyond the matmul is the op's host cost. A wait for a peer
-    is the time of the smallest collective of two ranks, less the time of one rank and of its bytes.
+    With one rank unfused's time beyond the matmul is the op's host cost. Copies and a wait for a peer have the rates of
+    the table's CPU.
     """
     table = rows.pivot_table(index=["world_size", "op", "M", "N", "K"], columns="variant", values="median_ms")
     table = table.reset_index()
     table["bytes"] = 4 * table.M * table.K.where(table.op == "all_gather_matmul", table.N)
     one, two = table[table.world_size == 1], table[table.world_size == 2]
-    small, large = one[one.bytes == one.bytes.min()], one[one.bytes == one.bytes.max()]
-    copied = (large.bytes.iloc[0] - small.bytes.iloc[0]) / (large.comm.mean() - small.comm.mean())
+    small = one[one.bytes == one.bytes.min()]
+    host = (small.unfused - small.matmul).mean()
     gathers = two[two.op == "all_gather_matmul"].sort_values("bytes")
     first, second = gathers.iloc[0], gathers.iloc[1]
     sent_per_ms = (second.bytes - first.bytes) / 2 / (second.comm - first.comm)
-    wait = first.comm - small.comm.mean() - first.bytes / 2 / sent_per_ms
     rates = 2 * two.M * two.N * two.K / two.world_size / two.matmul
     return measured_cpu(
-        "cpu", matrix_tflops={"float32": rates.max() / 1e9}, memory_gbps=2 * copied / 1e6,
-        host_us=1e3 * (small.unfused - small.matmul).mean(), flag_us=1e3 * max(wait, 0.0),
+        "cpu", matrix_tflops={"float32": rates.max() / 1e9}, memory_gbps=CPU.memory_gbps,
+        host_us=1e3 * host, flag_us=CPU.flag_us,
         collective_start_us=1e3 * first.comm, collective_gbps=sent_per_ms / 1e6, source="measured rows",
     )  # fmt: skip
 
