@@ -67,7 +67,7 @@ def test_an_interruption_where_an_op_begins_and_ends(pool: RankPool, within: str
 
 @pytest.mark.parametrize("meets", ["no workspace", "one too small"])
 def test_an_interruption_while_memory_is_made(pool: RankPool, meets: str) -> None:
-    every = 1 if ALL else 793
+    every = 1 if ALL else 199
     spread = [
         Lines("decomposed: all_gather", meets, rank, 1 + first, every) for rank, first in ((0, 0), (1, every // 2))
     ]
