@@ -47,9 +47,12 @@ START_SECONDS, COMPILE_SECONDS = 4.0, 12.0
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank does in a second, for estimates: FLOPs, those in float64, numbers drawn and checked, bytes sent.
+    """Rates of one rank for estimates, per second.
 
-    call: seconds of a call that does nothing.
+    - `flops`: FLOPs of a matmul; `exact`: FLOPs in float64.
+    - `drawn`: random numbers; `checked`: elements of results that are compared.
+    - `bytes`: bytes sent to a peer.
+    - `call`: seconds of a call that does nothing.
     """
 
     flops: float

@@ -59,8 +59,8 @@ def cpu_rows(path: Path) -> pd.DataFrame:
 def cpu_rates(rows: pd.DataFrame) -> Hardware:
     """Return the machine's rates from rows of the bounds alone, not of the schedule that is predicted.
 
-    With one rank unfused's time beyond the matmul is the op's host cost. Copies and a wait for a peer have the rates of
-    the table's CPU.
+    With one rank unfused's time beyond the matmul is the op's host cost. `sequential` takes the time of our own
+    collective beyond the matmul: two ranks publish their half and copy the whole, and wait once.
     """
     table = rows.pivot_table(index=["world_size", "op", "M", "N", "K"], columns="variant", values="median_ms")
     table = table.reset_index()
@@ -70,11 +70,14 @@ def cpu_rates(rows: pd.DataFrame) -> Hardware:
     host = (small.unfused - small.matmul).mean()
     gathers = two[two.op == "all_gather_matmul"].sort_values("bytes")
     first, second = gathers.iloc[0], gathers.iloc[1]
+    own = (gathers.sequential - gathers.matmul).iloc[:2].tolist()
+    copied = 1.5 * (second.bytes - first.bytes) / (own[1] - own[0])
+    wait = own[0] - host - 1.5 * first.bytes / copied
     sent_per_ms = (second.bytes - first.bytes) / 2 / (second.comm - first.comm)
     rates = 2 * two.M * two.N * two.K / two.world_size / two.matmul
     return measured_cpu(
-        "cpu", matrix_tflops={"float32": rates.max() / 1e9}, memory_gbps=CPU.memory_gbps,
-        host_us=1e3 * host, flag_us=CPU.flag_us,
+        "cpu", matrix_tflops={"float32": rates.max() / 1e9}, memory_gbps=2 * copied / 1e6,
+        host_us=1e3 * host, flag_us=1e3 * max(wait, 0.0),
         collective_start_us=1e3 * first.comm, collective_gbps=sent_per_ms / 1e6, source="measured rows",
     )  # fmt: skip
 
