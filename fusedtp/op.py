@@ -143,8 +143,10 @@ class Task:
         made = object.__new__(Task)
         fields = vars(self).copy()
         fields["shapes"], fields["sizes"] = shapes, sizes
-        for name in ("moved", "agreed", "_hash"):
+        for name in ("agreed", "_hash"):
             fields.pop(name, None)
+        # Every run reads it.
+        fields["moved"] = _moved(self.op, self.dim, shapes, sizes)
         object.__setattr__(made, "__dict__", fields)
         return made
 
@@ -213,10 +215,7 @@ class Task:
     @cached_property
     def moved(self) -> Shape:
         """Return the shape of the whole tensor that travels: the gathered operand or the sum, the same on all ranks."""
-        rows, cols = self.shapes["a"]
-        if self.op.kind == "gather":
-            return (sum(self.sizes), cols) if self.dim == 0 else (rows, sum(self.sizes))
-        return rows, self.shapes["b"][1] if self.op.multiplies else cols
+        return _moved(self.op, self.dim, self.shapes, self.sizes)
 
     @cached_property
     def agreed(self) -> Mapping[str, Any]:
@@ -238,6 +237,13 @@ class Task:
             # If ranks' parts have equal lengths, no leaf crosses the boundary of two parts.
             options["contraction of a rank"] = [self.shapes[a][1] for a in self.each("a")]
         return {**options, **self.op.agreed(self)}
+
+
+def _moved(op: Op, dim: int, shapes: Mapping[str, Shape], sizes: tuple[int, ...]) -> Shape:
+    rows, cols = shapes["a"]
+    if op.kind == "gather":
+        return (sum(sizes), cols) if dim == 0 else (rows, sum(sizes))
+    return rows, shapes["b"][1] if op.multiplies else cols
 
 
 def _agreed_of_product(task: Task) -> Mapping[str, Any]:

@@ -41,6 +41,10 @@ class Layout:
     """Space and signals that an op takes in a half, region by region."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Give all regions back."""
         self.half_bytes, self.slots = 0, FIRST_SLOT.value
 
     def take(self, num_bytes: int, slots: int = 1) -> tuple[int, int]:

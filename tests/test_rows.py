@@ -128,6 +128,28 @@ def test_pinned_rows(pool: RankPool, schedule: str, world_size: int) -> None:
         pool.run(in_sequence, schedule, drawn, world_size=world_size, timeout=400.0)
 
 
+def held(group: ProcessGroup, schedule: str) -> None:
+    """Check a backward pass after forward passes with other rows, which share what the backward pass runs on."""
+    for kind in ("gather",) if schedule == "fused" else KINDS:
+        first = KINDS[kind]
+        cases = [Operands(replace(first, shape=shape), group) for shape in ((8, 3), (5, 3), (300, 2))]
+        generation.changed()
+        leaves = [each.leaves() for each in cases]
+        outs = [each.call(schedule, its) for each, its in zip(cases, leaves, strict=True)]
+        grads = [
+            torch.autograd.grad(made, list(its.values()), [torch.ones_like(out) for out in made])
+            for its, made in zip(leaves, outs, strict=True)
+        ]
+        for each, made, found in zip(cases, outs, grads, strict=True):
+            generation.changed()
+            assert all(map(torch.equal, [*made, *found], bits(each, schedule))), f"{kind}, {each.case}"
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [2, 3, 2]))
+def test_backward_after_other_rows(pool: RankPool, schedule: str, world_size: int) -> None:
+    pool.run(held, schedule, world_size=world_size, timeout=200.0)
+
+
 def entries() -> dict[str, int]:
     """Return the number of entries of every cache of the package and of the workspaces."""
     found: dict[str, int] = {}

@@ -63,8 +63,8 @@ class BoundTask(Prepared):
         self._meanings: dict[bool, Fingerprint] = {}
         # By schedule, as in `agreement.fingerprint_of`.
         self._fixed: dict[str, dict[bool, int]] = {}
-        # For `at`: paths by what `auto` decides by, and a task with other rows by schedule, if verbs need not be made
-        # anew.
+        # For `at`: paths by what `auto` decides by, and a task with other rows by schedule, of which the verbs and the
+        # form serve all rows.
         self._paths: dict[Any, Path] = {}
         self._alike: dict[str, BoundTask] = {}
         self._lane, self._lock = lane, lanes.lock(str(group.group_name), lane)
@@ -72,16 +72,18 @@ class BoundTask(Prepared):
             self._prepare()
 
     def at(self, task: Task, rows: Sequence[tuple[str, int]]) -> BoundTask:
-        """Return a task that differs from this one in its rows alone."""
+        """Return a task that differs from this one in its rows alone. It shares verbs and form, if these serve both.
+
+        A run binds them to its own rows.
+        """
         made = object.__new__(BoundTask)
-        made.__dict__ = vars(self).copy()
-        made.task, made._rows, made._meanings = task, rows, {}
         path = self._paths.get(self._asked_for == "auto" and dispatch.rounded_shape(task))
         like = None if path is None else self._alike[path.schedule]
-        if path and like and like.version == generation.version and like._capturing == self._capturing:
-            made.path, made.schedule, made.ws, on = path, like.schedule, like.ws, like.on.at(task)
-            made.is_prepared = True
-            made._take(on, like.form.at(on, task))
+        is_alike = like is not None and like.version == generation.version and like._capturing == self._capturing
+        made.__dict__ = vars(like if is_alike else self).copy()
+        made.task, made._rows, made._meanings = task, rows, {}
+        if path is not None and is_alike:
+            made.path = path
             return made
         made.is_prepared = False
         if self._alone:
@@ -167,6 +169,8 @@ class BoundTask(Prepared):
         # The caller holds the group's lock.
         if not self.is_prepared:
             self._prepare()
+        elif self.on.task is not self.task:
+            self.bind()
         ws, op = self.ws, self.task.op.name
         if self.on_gpu and not self._lane and self._asked_for == "auto" and self.path.schedule != "fused":
             _load_for_capture(self.task, self.group, self._device, operands)

@@ -11,6 +11,7 @@ Use it always on a CPU; on a GPU, for large chunks (a few MB) and if library mat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -45,7 +46,8 @@ class Decomposed(ScheduleImpl):
     where, sums, by_host = "by chunk", "in the order of ranks: not by fused", True
 
     def __init__(self, ws: Workspace, task: Task) -> None:
-        self.ws, self.task = ws, task
+        self.ws, self.task, self.dtype = ws, task, task.dtype
+        self.is_float8, self.in_blocks = task.float8 is not None, task.in_blocks
         self.rank, self.world_size = ws.rank, ws.world_size
         # The other ranks, in the order in which this rank takes their parts; then in the order in which they need its
         # part.
@@ -53,11 +55,6 @@ class Decomposed(ScheduleImpl):
         self.before = [(ws.rank - i) % ws.world_size for i in range(1, ws.world_size)]
         self.layout = Layout()
         self.is_narrow = task.dtype not in (torch.float32, torch.float64)
-
-    def at(self, task: Task) -> Decomposed:
-        # Gathers and scatters read none of the task's rows here.
-        self.layout = Layout()
-        return self
 
     def one_shot(self, task: Task) -> bool:
         return transport.way(self.ws, "decomposed", task) == ONE_SHOT
@@ -78,17 +75,21 @@ class Decomposed(ScheduleImpl):
 class Laid:
     """Base of verbs that read and write views of the arenas.
 
-    The workspace caches the views of each half, and drops them with its arenas. They also go with the verb: a verb of
-    other rows has other views.
+    The workspace caches the views of each half, and drops them with its arenas. They also go with the verb, and with
+    its rows: of other rows it has other views.
     """
 
-    _ws: Workspace
-    # Of each half.
+    # Keys of the views of each half.
     _keys: tuple[object, ...] = ()
 
-    def __del__(self) -> None:
+    def __init__(self, ws: Workspace) -> None:
+        self._ws, self._keys = ws, (object(), object())
+
+    def _drop(self) -> None:
         for key in self._keys:
             self._ws.views.pop(key, None)
+
+    __del__ = _drop
 
     def _lay_out(self) -> Any:
         # Return the views of the half that the current op uses.
@@ -108,33 +109,38 @@ class DecomposedGather(Laid, Gather):
     lends = True
 
     def __init__(self, on: Decomposed, what: GatherSpec) -> None:
-        self._ws, self._keys = on.ws, (object(), object())
-        sizes, other, self.dim, kinds, *_ = what
-        self._sizes, self.begins, longest = sizes, offsets(sizes), max(sizes)
-        self.shape = (self.begins[-1], other)
-        self._others, self._before = on.others, on.before
-        self._packs = on.task.float8 is not None and not what.sums
-        self._at_once = bool(kinds) and not self._packs and (longest < FEW_ROWS or ("outer" in kinds and on.is_narrow))
+        super().__init__(on.ws)
+        self._layout, self._others, self._before, self.dim = on.layout, on.others, on.before, what.dim
+        self._packs = on.is_float8 and not what.sums
+        self._dtype, self._in_blocks = torch.uint8 if self._packs else on.dtype, on.in_blocks
+        # Parts with fewer rows are multiplied at once.
+        at_once = bool(what.kinds) and not self._packs
+        self._few: float = 0 if not at_once else math.inf if "outer" in what.kinds and on.is_narrow else FEW_ROWS
+        self.bind(what.sizes, what.other)
+
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        self._drop()
+        self.begins = begins = offsets(sizes)
+        self.shape, item_bytes, longest = (begins[-1], other), self._dtype.itemsize, max(sizes)
+        # The shape of each part in an arena, and its place: parts of one matrix are stacked.
+        self._at_once = longest < self._few
         self.by_parts = not self._at_once
-        # The shape of each part in an arena. Columns are sent unchanged if each chunk is multiplied alone.
-        columns = self.dim == 1 and not self._at_once
-        self._shapes = [(other, size) if columns else (size, other) for size in sizes]
-        self._dtype, self._cols = on.task.dtype, [cols for _, cols in self._shapes]
-        if self._packs:
-            self._dtype, blocks = torch.uint8, on.task.in_blocks
-            self._shapes = [(rows, packed_bytes(cols, blocks=blocks)) for rows, cols in self._shapes]
-        lengths = [rows * cols * self._dtype.itemsize for rows, cols in self._shapes]
-        # Parts of one matrix are stacked. Otherwise each part has room for the longest, if peers push it, and where it
-        # is read in place, an arena has its owner's part alone.
-        stride = aligned(max(lengths))
         if self._at_once:
-            num_bytes, at = sum(lengths), list(offsets(lengths)[:-1])
-        elif on.ws.reads_peers:
-            num_bytes, at = stride, [0] * len(sizes)
-        else:
-            num_bytes, at = len(sizes) * stride, [src * stride for src in range(len(sizes))]
-        offset, self._slot = on.layout.take(num_bytes)
-        self._at = [offset + each for each in at]
+            row_bytes = other * item_bytes
+            offset, self._slot = self._layout.take(begins[-1] * row_bytes)
+            self._shapes, self._at = [(size, other) for size in sizes], [offset + row * row_bytes for row in begins]
+            return
+        # Columns are sent unchanged if each chunk is multiplied alone.
+        self._shapes = [(other, size) if self.dim == 1 else (size, other) for size in sizes]
+        if self._packs:
+            self._cols = [cols for _, cols in self._shapes]
+            self._shapes = [(rows, packed_bytes(cols, blocks=self._in_blocks)) for rows, cols in self._shapes]
+        # Each part has room for the longest, if peers push it. Where it is read in place, an arena has its owner's part
+        # alone.
+        stride = aligned(max([rows * cols for rows, cols in self._shapes]) * item_bytes)
+        num_parts = 1 if self._ws.reads_peers else len(sizes)
+        offset, self._slot = self._layout.take(num_parts * stride)
+        self._at = [offset + src % num_parts * stride for src in range(len(sizes))]
 
     def _views(self, half: int) -> Places:
         ws, own = self._ws, self._ws.rank
@@ -216,21 +222,27 @@ class DecomposedScatter(Laid):
     """
 
     def __init__(self, on: Decomposed, what: ScatterSpec) -> None:
-        self._ws, self._keys, self._dtype = on.ws, (object(), object()), on.task.dtype
-        sizes, other, dim, multiplies, to_all = what
-        self._sizes, self._other, self._dim, self._to_all = sizes, other, dim, to_all
-        self._begins = offsets(sizes)
+        super().__init__(on.ws)
+        self._layout, self._others, self._before = on.layout, on.others, on.before
+        self._dtype, self._dim, self._to_all = on.dtype, what.dim, what.to_all
+        self._may_be_in_own = what.multiplies and not what.to_all and what.dim == 0 and on.ws.reads_peers
+        self.bind(what.sizes, what.other)
+
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        self._drop()
+        ws, longest = self._ws, max(sizes)
+        self._sizes, self._other, self._begins = sizes, other, offsets(sizes)
+        begins = self._begins
         # In a one-shot sum every rank owns all of it.
-        self._part = slice(0, None) if to_all else slice(self._begins[on.rank], self._begins[on.rank + 1])
+        self._part = slice(0, None) if self._to_all else slice(begins[ws.rank], begins[ws.rank + 1])
         self._row_bytes = other * self._dtype.itemsize
-        self._stride = aligned(max(sizes) * self._row_bytes)
-        self._in_own = multiplies and not to_all and dim == 0 and max(sizes) < FEW_ROWS and on.ws.reads_peers
-        num_bytes = self._begins[-1] * self._row_bytes if self._in_own else 0
-        self._offset, self._slot = on.layout.take(max(num_bytes, on.world_size * self._stride))
-        self._others, self._before = on.others, on.before
+        self._stride = aligned(longest * self._row_bytes)
+        self._in_own = self._may_be_in_own and longest < FEW_ROWS
+        num_bytes = begins[-1] * self._row_bytes if self._in_own else 0
+        self._offset, self._slot = self._layout.take(max(num_bytes, ws.world_size * self._stride))
         # Each owner and its part of the sum, this rank last.
-        owners = () if to_all else (*on.others, on.rank)
-        self._owners = [(dst, slice(self._begins[dst], self._begins[dst + 1])) for dst in owners]
+        owners = () if self._to_all else (*self._others, ws.rank)
+        self._owners = [(dst, slice(begins[dst], begins[dst + 1])) for dst in owners]
 
     def _views(self, half: int) -> tuple[Tensor, list[Tensor]]:
         # The own terms, if they are in one place, and every rank's terms of this rank's part.

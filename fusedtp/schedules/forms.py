@@ -49,22 +49,14 @@ class Form:
         self._by_rows = bool(self._products) and task.dim == 1 and (task.leaves > 0 or its.whole)
         self._take(on, task)
 
-    def at(self, on: ScheduleImpl, task: Task) -> Form:
-        """Return the form of a task that differs in its rows alone, over verbs of that task."""
-        made = object.__new__(type(self))
-        made.__dict__ = vars(self).copy()
-        made._take(on, task)
-        return made
-
     def _take(self, on: ScheduleImpl, task: Task) -> None:
-        # Take verbs for the task's rows.
-        kind, sizes, dim, (M, N) = task.op.kind, task.sizes, task.dim, task.moved
-        to_all = kind == "all_reduce" and on.one_shot(task)
-        self._sums_travel, self._shape = kind == "all_reduce" and not to_all, (M, N)
-        sizes = sizes or ((M,) if to_all else even_sizes(M, on.world_size))
+        kind, dim, (M, N) = task.op.kind, task.dim, task.moved
+        self._to_all = kind == "all_reduce" and on.one_shot(task)
+        self._sums_travel = kind == "all_reduce" and not self._to_all
+        sizes = self._lay(on, task)
         self._scatter = self._gather = None
         if kind != "gather":
-            what = ScatterSpec(sizes, M if dim == 1 else N, dim, self._multiplies, to_all)
+            what = ScatterSpec(sizes, M if dim == 1 else N, dim, self._multiplies, self._to_all)
             self._scatter = on.scatter(what)
         if self._sums_travel:
             self._gather = on.gather(GatherSpec(sizes, N, 0, sums=True))
@@ -74,9 +66,26 @@ class Form:
             dim, kinds = (0, ()) if self._by_rows else (dim, kinds)
             self._gather = on.gather(GatherSpec(sizes, other, dim, kinds, columns))
         self._multiply = (self._products and self._gather and on.product(self._gather)) or multiply
-        # This rank's part of X, or of the sum.
+
+    def _lay(self, on: ScheduleImpl, task: Task) -> tuple[int, ...]:
+        # Take the task's rows, and return every rank's.
+        self._shape, sizes = task.moved, task.sizes
+        sizes = sizes or ((self._shape[0],) if self._to_all else even_sizes(self._shape[0], on.world_size))
+        # This rank's part of X, or of the sum. One rank has all of it, with any rows.
         begin = sum(sizes[: on.rank])
-        self._part = slice(0, M) if to_all else slice(begin, begin + sizes[on.rank])
+        self._part = slice(None) if self._to_all or on.world_size == 1 else slice(begin, begin + sizes[on.rank])
+        return sizes
+
+    def bind(self, on: ScheduleImpl, task: Task) -> None:
+        """Bind the verbs to the rows of a task, which differs in them alone from the task that the form is made of."""
+        if (self._sums_travel or self._to_all) and on.one_shot(task) != self._to_all:
+            self._take(on, task)
+            return
+        sizes, dim, (M, N) = self._lay(on, task), task.dim, self._shape
+        if self._scatter is not None:
+            self._scatter.bind(sizes, M if dim == 1 else N)
+        if self._gather is not None:
+            self._gather.bind(sizes, N if self._sums_travel else task.shapes[self._gathered][1 - dim])
 
     @property
     def stages(self) -> Stages:
@@ -147,15 +156,27 @@ class Prepared:
         self.task, self.schedule = task, schedule
         # One rank has nothing to share.
         self.ws = ws if ws is not None and ws.world_size > 1 else None
-        on = self._verbs(group, how)
-        self._take(on, on.form() or Form(on, task))
+        self.on = on = self._verbs(group, how)
+        self.form = on.form() or Form(on, task)
+        self._take()
 
-    def _take(self, on: Any, form: Any) -> None:
-        self.on, self.form = on, form
-        *self._before, self._last = form.stages
+    def _take(self) -> None:
+        stages: Stages = self.form.stages
+        self._before, self._last = stages[:-1], stages[-1]
         # The task's needs of a half of each arena, and of the signals.
-        self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
-        self.slots: int = 0 if self.ws is None else on.layout.slots
+        self.half_bytes: int = 0 if self.ws is None else self.on.layout.half_bytes
+        self.slots: int = 0 if self.ws is None else self.on.layout.slots
+
+    def bind(self) -> None:
+        """Bind verbs and form to this task's rows, after a task that shares them. No op may be running on them."""
+        on, task = self.on, self.task
+        # An interruption leaves them bound to no rows.
+        on.task = None
+        if self.ws is not None:
+            on.layout.clear()
+        self.form.bind(on, task)
+        self._take()
+        on.task = task
 
     def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
         if self.ws is None and (group is None or group.size() == 1):

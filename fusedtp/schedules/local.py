@@ -94,9 +94,6 @@ class SingleRank(ScheduleImpl):
     def __init__(self, leaves: int = 0) -> None:
         self._leaves = leaves
 
-    def at(self, task: Task) -> SingleRank:
-        return self
-
     def one_shot(self, task: Task) -> bool:
         return True
 

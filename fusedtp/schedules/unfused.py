@@ -31,12 +31,10 @@ class Unfused(ScheduleImpl):
     sums = "as the process group adds"
 
     def __init__(self, group: ProcessGroup, task: Task) -> None:
+        self.task = task
         self.packs, self.blocks = task.float8 is not None, task.in_blocks
         self.group_name = group.group_name
         self.rank, self.world_size = group.rank(), group.size()
-
-    def at(self, task: Task) -> Unfused:
-        return self
 
     def one_shot(self, task: Task) -> bool:
         """Return True: the backend has an all-reduce, and chooses its algorithm."""
@@ -53,14 +51,18 @@ class UnfusedGather(Gather):
     """`verbs.Gather` with torch.distributed: one collective of rows padded to the longest part, float8 as bytes."""
 
     def __init__(self, on: Unfused, what: GatherSpec) -> None:
-        self._on, self._sizes, self.dim, self._longest = on, what.sizes, what.dim, max(what.sizes)
-        self.shape, self.begins = (sum(what.sizes), what.other), offsets(what.sizes)
-        self._even = len(set(what.sizes)) == 1
+        self._on, self.dim = on, what.dim
+        self.bind(what.sizes, what.other)
+
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        on = self._on
+        self._sizes, self.begins, self._longest = sizes, offsets(sizes), max(sizes)
+        self.shape, self._even = (self.begins[-1], other), self._longest == min(sizes)
         # float8 is multiplied at once if all parts are rows, and equally many.
-        self.by_parts = on.packs and (what.dim == 1 or not self._even)
+        self.by_parts = on.packs and (self.dim == 1 or not self._even)
         if on.packs:
             # The rows and columns of each part, as they travel.
-            self._parts = [(size, what.other) if what.dim == 0 else (what.other, size) for size in what.sizes]
+            self._parts = [(size, other) if self.dim == 0 else (other, size) for size in sizes]
             self._row_bytes = packed_bytes(max(cols for _, cols in self._parts), blocks=on.blocks)
 
     def start(self, x: Any) -> Pending:
@@ -112,9 +114,12 @@ class UnfusedScatter:
     """`verbs.Scatter` with torch.distributed."""
 
     def __init__(self, on: Unfused, what: ScatterSpec) -> None:
-        self._on, self._sizes, self._dim, self._to_all = on, what.sizes, what.dim, what.to_all
-        self._begins, self._longest = offsets(what.sizes), max(what.sizes)
-        self._even = len(set(what.sizes)) == 1
+        self._on, self._dim, self._to_all = on, what.dim, what.to_all
+        self.bind(what.sizes, what.other)
+
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        self._sizes, self._begins, self._longest = sizes, offsets(sizes), max(sizes)
+        self._even = self._longest == min(sizes)
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         if self._dim == 1:

@@ -66,6 +66,10 @@ class Gather:
     by_parts: bool = False
     lends: bool = False
 
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        """Gather other rows from now on, as in `GatherSpec`. Those of kernels are made anew instead."""
+        raise NotImplementedError
+
     def start(self, x: Any) -> Pending:
         """Send this rank's part now, or leave it to the kernel of the first product."""
         raise NotImplementedError
@@ -108,6 +112,10 @@ Multiply: TypeAlias = "Callable[[Pending | Matrix, Sequence[Product], int], list
 class Scatter(Protocol):
     """Reduce-scatter, or with `to_all` all-to-all of terms, of one task. own: the input, if there is no matmul."""
 
+    def bind(self, sizes: tuple[int, ...], other: int) -> None:
+        """Sum other rows from now on, like `Gather.bind`."""
+        raise NotImplementedError
+
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
         """Set this rank's terms to the sum of these a @ b."""
 
@@ -133,21 +141,19 @@ class ScheduleImpl(Protocol):
     - `where`: place of an epilogue in this schedule, in words.
     - `sent_by`: how the last run sent the gathered tensor, or "".
     - `sums`: the reduction order if a task may have any.
+    - `task`: the task to whose rows the verbs are bound.
     - `by_host`: whether the host makes the protocol's steps; otherwise kernels do.
     - `layout`: the needs of arenas and signals, if the schedule shares memory.
     """
 
     rank: int
     world_size: int
+    task: Any = None
     where: str = "after it"
     by_host: bool = False
     sent_by: str = ""
     sums: str = ""
     layout: Any = None
-
-    def at(self, task: Task) -> Any:
-        """Return the verbs for a task that differs in its rows alone. Those of kernels are made anew instead."""
-        raise NotImplementedError
 
     def form(self) -> Any:
         """Return the schedule's own form of the task, or None for one of `forms`."""
