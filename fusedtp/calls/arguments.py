@@ -412,7 +412,7 @@ def lengths(
 
 def refuse_tracing() -> None:
     """Raise NotImplementedError under torch.jit.trace: sizes are tensors there, which ranks cannot agree on."""
-    if not torch.compiler.is_compiling() and is_tracing():
+    if is_tracing() and not torch.compiler.is_compiling():
         raise NotImplementedError("torch.jit.trace does not trace fusedtp's ops: use torch.compile or torch.export")
 
 
