@@ -270,6 +270,10 @@ class ColumnParallelLinear(ShardedLinear):
         self.sequence_sizes = arguments.sequence_sizes(sequence_sizes, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y [.., rows of all ranks, this rank's features] of x [.., own rows, in_features].
+
+        Without `sequence_parallel`, x has all rows, which are the same on every rank.
+        """
         if not self.sequence_parallel:
             return self._linear(problems.replicated_problem, x)  # type: ignore[no-any-return]
         dims = self.gather_dim, self.sequence_sizes
@@ -351,7 +355,10 @@ class RowParallelLinear(ShardedLinear):
                 each.fill_(value)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Return y, or y + residual, which is split like y; with a norm (normed, y)."""
+        """Return y [.., own rows, out_features] of x [.., all rows, this rank's features]; with a norm (normed, y).
+
+        `residual`, which is split like y, is added to it. Without `sequence_parallel`, y has all rows on every rank.
+        """
         names = ("norm_weight", "norm_bias") if self.norm else ()
         of_norm = dict(zip(names, self.read(*names), strict=True)) if names else {}
         if not self.sequence_parallel:
@@ -403,6 +410,7 @@ class FSDPLinear(ShardedLinear):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y [.., out_features] of this rank's own rows x [.., in_features]."""
         return self._linear(problems.fsdp_problem, x, (self.feature_sizes,))  # type: ignore[no-any-return]
 
 
@@ -490,5 +498,6 @@ class ParallelMLP(nn.Module):
         wide.sequence_sizes = self.down_proj.sequence_sizes = arguments.sequence_sizes(sizes, self.down_proj.group)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y of x, both [.., own rows, hidden_size]; without `sequence_parallel`, both have all rows."""
         wide = self.up_proj if self.activation == "gelu" else self.gate_up_proj
         return self.down_proj(wide(x))  # type: ignore[no-any-return]

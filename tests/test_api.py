@@ -83,6 +83,9 @@ def entry(mark: re.Match[str]) -> str:
         parts.append(f"```py\n{definition(name.rpartition('.')[2], value)}\n```")
     documented = (value, vars(value).get("__init__")) if inspect.isclass(value) else (value,)
     parts += [inspect.cleandoc(each.__doc__) for each in documented if each is not None and each.__doc__]
+    if (forward := vars(value).get("forward")) is not None and forward.__doc__:
+        # What a call of the layer takes and returns.
+        parts += [f"```py\n{definition('forward', forward)}\n```", inspect.cleandoc(forward.__doc__)]
     return "\n\n".join(parts) + "\n\n"
 
 

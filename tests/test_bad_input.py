@@ -239,8 +239,8 @@ CALLS: list[tuple[Callable[[Here], object], type[Exception], str]] = [
     (lambda h: h.all_reduce(schedule="unfused", algorithm="ring"),
      ValueError, "schedule 'unfused' has no algorithm 'ring'"),
     (lambda h: h.all_gather(schedule="decomposed", algorithm="ring"),
-     ValueError, "algorithm 'ring' is a kernel, got schedule 'decomposed'"),
-    (lambda h: h.all_reduce(algorithm="ring"), ValueError, "algorithm 'ring' is a kernel, got schedule 'auto'"),
+     ValueError, "schedule 'decomposed' has no algorithm 'ring'"),
+    (lambda h: h.all_reduce(algorithm="ring"), ValueError, "schedule 'auto' has no algorithm 'ring'"),
     (lambda h: h.gather(debug=True), TypeError, "unexpected keyword argument 'debug'"),
     # Groups and meshes.
     (lambda h: h.all_reduce(group="nobody"), ValueError, f"group 'nobody' {GONE}"),

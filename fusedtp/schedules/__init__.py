@@ -60,7 +60,7 @@ class Schedule(NamedTuple):
         return getattr(import_module(f"{__name__}.{self.name}"), self.verbs)
 
 
-_NO_KERNEL = "algorithm {algorithm!r} is a kernel, got schedule {schedule!r}: use it with schedule 'fused'"
+_NO_KERNEL = "schedule {schedule!r} has no algorithm {algorithm!r}: schedule 'fused' has a kernel for it"
 _BY_BACKEND = (
     "algorithm must be 'auto', as schedule 'unfused' has no algorithm {algorithm!r}: the process group's backend picks "
     "its own; or use schedule 'decomposed' or 'fused'"
