@@ -156,7 +156,8 @@ class Case:
 
     def __str__(self) -> str:
         name = f"{self.model} {self.layer}, ".replace(" ,", ",") if self.model else ""
-        return f"{name}{self.op} {self.M}x{self.N}x{self.K} {self.dtype} on {self.world_size}"
+        third = "" if self.op in COLLECTIVES else f"x{self.K}"
+        return f"{name}{self.op} {self.M}x{self.N}{third} {self.dtype} on {self.world_size}"
 
     @property
     def kind(self) -> Kind:

@@ -103,7 +103,7 @@ def sweep(
     ] = None,
     op: Annotated[
         str | None,
-        typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; comma-separated. Default all."),
+        typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, of ops; default all."),
     ] = None,
     schedule: Annotated[
         str | None,
@@ -126,10 +126,11 @@ def sweep(
         str | None, typer.Option(help="float32, bfloat16, float16, and fp8 or mxfp8, forward alone; comma-separated.")
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option(help="Sets of sizes: small, medium, square, comm, large; default by machine.")
+        str | None, typer.Option(help="Sets of sizes of ops: small, medium, square, comm, large; default by machine.")
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="One global size, M,N,K or the suite's lengths; may be repeated.")
+        list[str] | None,
+        typer.Option(help="One global size: M,N,K, or the lengths of the one suite that is given; may be repeated."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Sizes of these models' blocks: llama3-8b, .., or a config.json of Hugging Face.")
@@ -175,8 +176,10 @@ def sweep(
     suites = arguments.names(suite, tuple(SUITES), "--suite")
     if model and (shape or shapes):
         raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
-    if "ops" in suites and tokens is not None and not model:
+    if tokens is not None and (shape or shapes or ("ops" in suites and not model)):
         raise typer.BadParameter("--tokens is for the blocks of --model")
+    if "ops" not in suites and (alone := [name for name, given in (("--op", op), ("--shapes", shapes)) if given]):
+        raise typer.BadParameter(f"{' and '.join(alone)} choose among the suite ops, which --suite leaves out")
     if shape and len(suites) > 1:
         raise typer.BadParameter("--shape has the lengths of one suite: give one --suite")
     others = tuple(dict.fromkeys(each for name in suites for each in SUITES[name].others))

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from .cases import ALONE, SHORT_DTYPES, TITLES
-from .frames import BASELINE
+from .cases import ALONE, COLLECTIVES, SHORT_DTYPES, TITLES
+from .frames import BASELINE, lengths
 from .intervals import Interval, busy, measured, ratio
 from .store import Measurement
 from .tables import SIZE, CellTable
@@ -113,7 +113,7 @@ def described(row: Measurement) -> str:
 
 
 def _size(row: Measurement) -> str:
-    return f"{row.M} x {row.N} x {row.K} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
+    return f"{lengths(row)} {SHORT_DTYPES.get(row.dtype, row.dtype)}"
 
 
 def _section(row: Measurement) -> str:
@@ -153,7 +153,8 @@ def show(found: Comparison, console: Console, *, absolute: bool, confidence: flo
     for verdict in count:
         lines = [
             {
-                "op": _section(each.after), "layer": each.after.layer, SIZE: _size(each.after),
+                "op": _section(each.after), "layer": each.after.layer,
+                "M x N" if each.after.op in COLLECTIVES else SIZE: _size(each.after),
                 "ranks": each.after.world_size,
                 "A\nms": each.before.median_ms, "B\nms": each.after.median_ms, "B / A\nratio": each.interval.ratio,
                 f"{confidence:.0%} interval\n": f"{each.interval.low:.3f} to {each.interval.high:.3f}",

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fusedtp.sharding.plan import ITEMSIZE
-
 from . import theme
 from .cases import ALONE, COLLECTIVES, SEQUENTIAL, TITLES, ranks
 from .frames import BASELINE, OURS, bound, cases, compared, distinct, each, fast_p, parts, records, timed
-from .tables import milliseconds
+from .tables import in_bytes, milliseconds
 
 
 def overview(frame: pd.DataFrame) -> Any:
-    """Return the picture beside the rows: speed-ups over unfused, a panel an op or a model, a bar a variant of a case.
+    """Return the picture beside the rows: speed-ups over unfused, a bar a variant of a case.
+
+    There is a panel for each op of its own, and for each model and suite.
 
     None if nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey if
     its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis. Where there are many
@@ -34,7 +34,8 @@ def overview(frame: pd.DataFrame) -> Any:
     if shown.empty:
         return None
     shown = shown.assign(low=shown["low"].clip(lower=_LEAST), high=shown["high"].clip(upper=1 / _LEAST))
-    titles = shown["op"].map(TITLES).astype(str).mask(shown["model"] != "", shown["model"])
+    of_model = shown["model"] + (", " + shown["suite"].astype(str)).mask(shown["suite"] == "ops", "")
+    titles = shown["op"].map(TITLES).astype(str).mask(shown["model"] != "", of_model)
     panels = [(str(title), panel) for title, panel in shown.groupby(titles, sort=False)]
     left_out = shown["place"].nunique() > _MOST_CASES
     found = [(title, list(parts(_typical(panel) if left_out else panel, "direction", "world_size")))
@@ -97,7 +98,7 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
         for _, case in group.sort_values(["M", "gflop", "dtype"], kind="stable").groupby("place", sort=False):
             first = records(case)[0]
             names[at + (len(case) - 1) / 2] = (
-                f"{first['layer']}, {first['where']}" if first["model"] else first["where"]
+                f"{first['layer']}, {first['where']}" if first["layer"] else first["where"]
             )
             for row in records(case):
                 known, paint = row["low"] > 1 or row["high"] < 1, theme.colour(row["variant"])
@@ -300,19 +301,12 @@ def _log2(axis: Any, values: Sequence[float], told: Callable[[float], str] = lam
     axis.set_major_formatter(FixedFormatter([told(value) for value in shown]))
 
 
-def _size(num_bytes: float) -> str:
-    units = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
-    unit, name = next((unit, name) for unit, name in units if num_bytes >= unit)
-    return f"{num_bytes / unit:g} {name}"
-
-
 def bus_rates(frame: pd.DataFrame) -> Any:
     """Return the picture of busbw against bytes: a panel a collective and number of ranks, a line a variant.
 
     busbw is what a link carries, as nccl-tests counts it. None without collectives of several sizes.
     """
     lines = timed(frame[frame["op"].isin(COLLECTIVES) & frame["busbw_gbps"].notna()])
-    lines = lines.assign(bytes=lines["M"] * lines["N"] * lines["dtype"].astype(str).map(ITEMSIZE).astype(float))
     lines = distinct(lines)
     if lines["bytes"].nunique() < 2:
         return None
@@ -324,7 +318,7 @@ def bus_rates(frame: pd.DataFrame) -> Any:
             for (variant,), each_of in parts(members[members["op"] == op].sort_values("bytes"), "variant"):
                 style = {"color": theme.colour(variant), "marker": theme.marker(variant), "markersize": 4}
                 axis.plot(each_of["bytes"], each_of["busbw_gbps"], label=str(variant), **style)
-            _log2(axis.xaxis, sorted(set(lines["bytes"])), _size)
+            _log2(axis.xaxis, sorted(set(lines["bytes"])), in_bytes)
             theme.log_scale(axis, "y")
             axis.grid()
         line[0].set_ylabel("busbw, GB/s")

@@ -1,8 +1,9 @@
 """Rows as one pandas frame: the grouping, the order and the names that tables, pictures and the page share.
 
 A line is a row with derived columns:
+- `suite`: the suite that the op belongs to.
 - `matmul`: the op in words, or the layer of a model.
-- `size`, `where`: M x N x K, and the tokens or the size with the dtype.
+- `size`, `where`: M x N x K, and the tokens or the size with the dtype. `bytes`: of a collective's whole tensor.
 - `gflop`: of a rank.
 - `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
 - `overlap`, `overlap_low`, `overlap_high`: the same of sequential over the variant.
@@ -21,9 +22,11 @@ from typing import Any
 import pandas as pd
 
 from fusedtp.files import visible
+from fusedtp.sharding.plan import ITEMSIZE
 
 from .cases import (
     ALONE,
+    COLLECTIVES,
     DIRECTIONS,
     EVERY_DTYPE,
     EVERY_OP,
@@ -38,14 +41,17 @@ from .cases import (
 )  # fmt: skip
 from .intervals import measured, ratio
 from .store import Measurement, case_of
+from .suites import SUITES
 
 BASELINE = "unfused"
 # Variants of this package. Others are implementations to compare with, `unfused` among them.
 OURS = (SEQUENTIAL, *OWN[OWN.index("decomposed") :], "concatenated", "tree", "switch")
 # Columns that the lines of one case share, in sort order; `place` is the case's first position among the rows.
 CASE = ["machine", "model", "direction", "op", "world_size", "dtype", "gflop", "M", "place"]
+_SUITE = {op: name for name, suite in SUITES.items() for op in suite.ops}
 _KNOWN = {
     "op": EVERY_OP,
+    "suite": tuple(SUITES),
     "direction": DIRECTIONS,
     "dtype": EVERY_DTYPE,
     "variant": OWN,
@@ -118,18 +124,24 @@ def _over(base: Measurement | None, row: Measurement) -> tuple[float, float, flo
     return math.nan, 0.0, math.inf
 
 
+def lengths(row: Measurement) -> str:
+    """Return a row's M x N x K as text, M x N of a collective, and the features of each of several weights."""
+    features = f"({'+'.join(map(str, row.widths))})" if row.widths else str(row.N)
+    return f"{row.M} x {features}" + f" x {row.K}" * (row.op not in COLLECTIVES)
+
+
 def _line(row: Measurement, base: Measurement | None, sequential: Measurement | None) -> dict[str, Any]:
-    size, short = f"{row.M} x {row.N} x {row.K}", SHORT_DTYPES.get(row.dtype, row.dtype)
-    size = size.replace(f" {row.N} ", f" ({'+'.join(map(str, row.widths))}) ") if row.widths else size
-    case = case_of(row)
+    size, short, case = lengths(row), SHORT_DTYPES.get(row.dtype, row.dtype), case_of(row)
     return vars(row) | {
         "passed": row.passed,
         "failed": row.failed,
+        "suite": _SUITE.get(row.op, row.op),
         "matmul": row.layer or TITLES.get(row.op, row.op),
         "short_dtype": short,
         "size": size,
         "where": f"{row.tokens} tokens {short}" if row.model else f"{size} {short}",
         "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
+        "bytes": float(row.M * row.N * ITEMSIZE[row.dtype]),
         "gflop": flops(case, "forward") / 1e9 if case else 0.0,
         **dict(zip(("speedup", "low", "high"), _over(base, row), strict=True)),
         **dict(zip(("overlap", "overlap_low", "overlap_high"), _over(sequential, row), strict=True)),
@@ -222,7 +234,7 @@ def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]
     """
     shared = ["model", "tokens", "world_size", "dtype", "direction", "machine"]
     lines = timed(frame)
-    lines = lines[(lines["model"] != "") & lines["layer"].isin(LAYERS)]
+    lines = lines[(lines["suite"] == "ops") & (lines["model"] != "") & lines["layer"].isin(LAYERS)]
     found: Any = lines.groupby([*shared, "variant"], observed=True).agg(
         ms=("median_ms", "sum"), rows=("layer", "size"), layers=("layer", "nunique"), commits=("commit", "nunique")
     )
@@ -269,9 +281,7 @@ def standings(frame: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def overall(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return `standings` by direction, the best first."""
-    found = standings(frame, "direction")
-    if found.empty:
-        return found
-    by_direction = found.groupby("direction", sort=False)
-    return pd.concat([part.sort_values("mean", ascending=False) for _, part in by_direction], ignore_index=True)
+    """Return `standings` by suite and direction, the best first."""
+    found = standings(frame, "suite", "direction")
+    ordered = [part.sort_values("mean", ascending=False) for _, part in parts(found, "suite", "direction")]
+    return pd.concat(ordered, ignore_index=True) if ordered else found

@@ -37,7 +37,8 @@ class Picture(NamedTuple):
     svg: str
 
 
-# For each section of the page: the function that draws, and the columns that group its rows, besides machine and model.
+# For each section of the page: the function that draws, and the columns that group its rows, besides machine, suite
+# and model.
 PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = {
     "tokens": (figures.by_tokens, ("direction", "dtype")),
     "fast": (figures.fast_curve, ("direction",)),
@@ -147,12 +148,15 @@ def _kept(section: str, words: str, figure: Any, path: Path) -> Picture:
 
 def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
     # Yield groups with a title; models first, as users ask for them.
-    found = sorted(parts(frame, "machine", "model", *columns), key=lambda group: (group[0][0], not group[0][1]))
-    for (machine, model, *values), part in found:
+    found = sorted(
+        parts(frame, "machine", "model", "suite", *columns), key=lambda group: (group[0][0], not group[0][1])
+    )
+    for (machine, model, suite, *values), part in found:
         named = zip(columns, values, strict=True)
         words = [f"{value} ranks" if name == "world_size" else SHORT_DTYPES.get(value, value) for name, value in named]
         on = [f"on {machine}"] if frame["machine"].nunique() > 1 else []
-        yield ", ".join([model or "single matmuls", *words, *on]), part
+        of = filter(None, [model, suite if suite != "ops" else "" if model else "single matmuls"])
+        yield ", ".join([*of, *words, *on]), part
 
 
 # The page's sections, in its order.
@@ -177,7 +181,8 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning
     summary, standings, refused = tables.summary(frame), tables.standings(frame), tables.refused(frame)
     checked, not_run = tables.checked(frame), [line for each in tables.not_run(frame).values() for line in each]
     has = {"short": len(summary.cells), "sizes": len(standings.cells), "times": len(lines), "rows": len(frame)}
-    totals = tables.totals(frame)
+    totals, best = tables.totals(frame), overall(frame)
+    best = best.drop_duplicates(["suite", "direction"]) if len(best) else best
     has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells), "blocks": len(totals.cells)}
     has |= {name: len(drawn) for name, drawn in pictures.items()}
     made = environment.get_template("page.html").render(
@@ -188,7 +193,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning
         num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
         days=sorted({when[:10] for when in lines["time_utc"] if when}),
         commits=each(lines.assign(commit=commits), "commit"),
-        best=records(overall(frame).pipe(lambda found: found.drop_duplicates("direction") if len(found) else found)),
+        best=records(tables.without_one_suite(best)),
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
         warning=warning, version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip

@@ -112,9 +112,8 @@ class Suite:
 
     def of(self, model: str, tokens: int, dtype: str, world_size: int) -> list[Case]:
         """Return the cases of a model at a number of tokens; ValueError for a model that ranks cannot share."""
+        assert self.of_model is not None
         name, sizes = sizes_of(model)
-        if self.of_model is None:
-            return []
         block(name, tokens, world_size, dtype, sizes)
         if self.ops in (("block",), ("grouped",)) and world_size > sizes.kv_heads:
             raise ValueError(f"{name} has {sizes.kv_heads} key-value heads, which {world_size} ranks cannot share")
@@ -203,6 +202,7 @@ SUITES: Mapping[str, Suite] = {
         "collectives alone, against their bytes", COLLECTIVES, _collectives, lengths=("M", "N"), bounds=(),
         schedules=("unfused", "decomposed"), others=("one_shot", "two_shot", "multimem"), directions=("forward",),
         on_cpu=_bytes(1 << 24, 4), on_gpu=_bytes(1 << 30, 2), seconds=1.0,
+        of_model=lambda sizes, tokens: {"": (tokens, sizes.hidden)},
     ),
 }  # fmt: skip
 # Cases of the ten-minute command (`gpu`), which gives them a budget.
@@ -244,10 +244,9 @@ def cases_of(
     world_size: int, num_gpus: int,
 ) -> Iterator[Case]:  # fmt: skip
     """Yield the cases of a suite but `ops`: of these sizes, or of these models, or those by default."""
-    if suite.of_model is None:
-        models = ()
     if not sizes and not models:
-        sizes = suite.on_gpu if num_gpus else suite.on_cpu
+        # Tokens alone are those of the models that are taken by default.
+        sizes = () if tokens else suite.on_gpu if num_gpus else suite.on_cpu
         models = () if sizes else ("llama3-8b", "llama3-70b") if num_gpus else ("small",)
         tokens = tokens or (suite.tokens if num_gpus else (64, 256, 1024))
     for dtype in dtypes:

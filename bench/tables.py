@@ -30,6 +30,13 @@ def milliseconds(value: float, digits: int = 3) -> str:
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
+def in_bytes(number: float) -> str:
+    """Return a number of bytes as text: "16 KB"."""
+    units = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
+    unit, name = next((unit, name) for unit, name in units if number >= unit)
+    return f"{number / unit:.4g} {name}"
+
+
 def times_as_fast(ratio: Any, is_noise: Any = False) -> str:
     """Return a speed-up as text, "1.20x"; with `is_noise` marked, "~1.20x"."""
     return ratio if isinstance(ratio, str) else f"{'~' * bool(is_noise)}{ratio:.2f}x"
@@ -144,30 +151,47 @@ def _text(value: Any, how: Format) -> str:
 _ABOUT_SEQUENTIAL = "our own collective and one matmul in turn, which overlap nothing"
 
 
+def without_one_suite(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines without the column `suite` if all have the same."""
+    return lines.drop(columns="suite") if "suite" in lines and lines["suite"].nunique() == 1 else lines
+
+
 def summary(frame: pd.DataFrame) -> CellTable:
-    """Return a line for each schedule over all its cases on two ranks or more, the best first."""
+    """Return a line for each suite and schedule over all its cases on two ranks or more, the best first."""
     note = (
         f"Speed-ups are over {BASELINE}, the mean is geometric: what a user gains. Faster and slower are counted where "
         f"the 95 % interval of the ratio leaves out 1. Over {SEQUENTIAL}: the mean speed-up over {_ABOUT_SEQUENTIAL}: "
         f"what overlap gains. Communication hidden: of what {SEQUENTIAL} spends beyond the matmul, the share that a "
         "schedule does not, in the median case; negative where it spends more."
     )
-    cells = overall(frame).drop(columns=["worst at", "shorter median"], errors="ignore")
+    cells = without_one_suite(overall(frame)).drop(columns=["worst at", "shorter median"], errors="ignore")
     optional = ("best", "worst", "communication hidden", "over sequential")
     return CellTable("summary", "Each schedule over all cases", cells, note, optional)
 
 
 def standings(frame: pd.DataFrame) -> CellTable:
     """Return the size from which on each schedule wins, by op, direction and number of ranks."""
-    found = by_size(frame, "machine", "model", "direction", "matmul", "world_size", "short_dtype").rename(
+    found = by_size(frame, "machine", "model", "suite", "direction", "matmul", "world_size", "short_dtype").rename(
         columns={"world_size": "ranks", "short_dtype": "dtype"}
     )
-    columns = ["model", "matmul", "dtype", "direction", "ranks", "schedule", "faster", "same", "slower", "mean"]
+    columns = [
+        "model",
+        "suite",
+        "matmul",
+        "dtype",
+        "direction",
+        "ranks",
+        "schedule",
+        "faster",
+        "same",
+        "slower",
+        "mean",
+    ]
     note = (
         "Sizes in the order of a rank's arithmetic; counts and means as above. Shorter median: from which size on a "
         f"schedule's median is below that of {BASELINE} at every size."
     )
-    cells = found.reindex(columns=[*columns, "shorter median", "worst", "worst at"])
+    cells = without_one_suite(found.reindex(columns=[*columns, "shorter median", "worst", "worst at"]))
     return CellTable.of("standings", "From which size on each schedule is faster", cells, note)
 
 
@@ -175,7 +199,9 @@ def _about(first: Mapping[str, Any]) -> dict[str, Any]:
     # Columns that identify the case.
     op = ", ".join(filter(None, (TITLES.get(first["op"], first["op"]), first["model"])))
     size = f"{first['size']} {first['short_dtype']}"
-    return {"op": op, "layer": first["layer"], SIZE: size, "ranks": first["world_size"]}
+    is_alone = first["op"] in COLLECTIVES
+    of_size = {"bytes": in_bytes(first["bytes"]), "M x N": size} if is_alone else {SIZE: size}
+    return {"op": op, "layer": first["layer"], **of_size, "ranks": first["world_size"]}
 
 
 def _spread(row: Any) -> str:
@@ -327,10 +353,22 @@ def not_run(frame: pd.DataFrame) -> dict[str, list[str]]:
 
 
 def verdict(frame: pd.DataFrame) -> list[str]:
-    """Return a few lines: which schedules gain in which cases, and which schedule `auto` takes and why."""
-    shown, lines = compared(frame), list[str]()
+    """Return a few lines a suite: which schedules gain in which cases, and which schedule `auto` takes and why."""
+    suites, lines = list(parts(compared(frame), "suite")), list[str]()
+    for (suite,), shown in suites:
+        lines += [f"Suite {suite}:"] * (len(suites) > 1) + _verdict(shown, frame[frame["suite"] == suite])
+    lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
+    alone = timed(frame)["world_size"] == 1
+    return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]
+
+
+def _verdict(shown: pd.DataFrame, frame: pd.DataFrame) -> list[str]:
+    # Return the lines of one suite. shown: its compared lines.
+    lines = list[str]()
     basis = "over launches" if shown["launches"].map(bool).all() else "over the rounds of one launch"
-    for (name,), members in parts(shown[shown["variant"].isin(SCHEDULES[1:])], "variant"):
+    # `auto` stands for our schedules where it alone was timed.
+    schedules = set(SCHEDULES[1:]) & set(shown["variant"]) or {"auto"}
+    for (name,), members in parts(shown[shown["variant"].isin(schedules)], "variant"):
         rows, faster = records(members), (members["low"] > 1).sum()
         where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
         gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
@@ -370,9 +408,7 @@ def verdict(frame: pd.DataFrame) -> list[str]:
         if name != SEQUENTIAL and len(found) > 1:
             shares = [f"{sum(each >= p for each in found) / len(found):.0%} at p = {p:g}" for p in (1, 1.2, 1.5)]
             lines.append(f"fast_p of {name}, right and p times as fast as the fastest other: {', '.join(shares)}.")
-    lines = lines or ["No verdict: no schedule was timed beside unfused on two ranks or more."]
-    alone = timed(frame)["world_size"] == 1
-    return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]
+    return lines
 
 
 def _ratio(row: Any) -> str:

@@ -154,7 +154,7 @@ def test_two_nodes_of_eight_gpus_are_planned_by_the_launchers_world() -> None:
     here = Launched(3, 16, "host", 29500, local=8)
     assert (here.num_gpus(8), here.num_gpus(4), here.num_gpus(0)) == (16, 4, 0)
     for suites in (("ops",), ("block",), ("decode",), ("collectives",)):
-        jobs = plan(Request(suites=suites, models=("llama3-70b",) * (suites != ("collectives",))), 16, H100, 16)
+        jobs = plan(Request(suites=suites, models=("llama3-70b",)), 16, H100, 16)
         wanted = {1, 2, 4, 8, 16} - {("collectives",): {1}, ("block",): {16}}.get(suites, set())
         # 70B has 8 key-value heads, which 16 ranks share in matmuls but not in a block.
         assert {job.case.world_size for job in jobs if job.timed} == wanted
@@ -174,6 +174,20 @@ def test_every_suite_has_cases_on_cpus_and_on_gpus(name: str, num_gpus: int) -> 
         assert SUITE_OF[job.case.op] is suite
         for direction in job.directions:
             assert flops(job.case, direction) > 0 or name == "collectives"
+
+
+@pytest.mark.parametrize("num_gpus", [0, 8])
+@pytest.mark.parametrize("name", [name for name in SUITES if name != "ops"])
+def test_models_and_tokens_give_the_sizes_of_every_suite(name: str, num_gpus: int) -> None:
+    """Tokens alone are those of the models by default; a collective sends the tokens' hidden features."""
+    for models in ((), ("qwen3-8b",)):
+        request = Request((2,), models=models, tokens=(32, 64), suites=(name,))
+        cases = [job.case for job in plan(request, num_gpus, H100 * bool(num_gpus))]
+        assert {case.M for case in cases} == {case.tokens for case in cases} == {32, 64}
+        by_default = ("llama3-8b", "llama3-70b") if num_gpus else ("small",)
+        assert {case.model for case in cases} == set(models or by_default)
+        if name == "collectives":
+            assert {case.N for case in cases} == {MODELS[case.model].hidden for case in cases}
 
 
 def test_sizes_come_from_a_file_of_hugging_face(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp import machine
 from fusedtp.bench import store, sweep
-from fusedtp.bench.cases import COLLECTIVES, Case
+from fusedtp.bench.cases import COLLECTIVES, OPS, Case
 from fusedtp.bench.digest import digest
 from fusedtp.bench.intervals import measured, ratio
 from fusedtp.bench.ranks import RankPool
@@ -28,7 +28,7 @@ from fusedtp.bench.timing import gate, measure_checked
 from fusedtp.machine import describe
 
 from . import generated
-from .command import command
+from .command import command, folded
 
 CPU = torch.device("cpu")
 # Small sizes with all lengths different; one of q, k and v has one row for each rank.
@@ -177,6 +177,18 @@ def test_sizes_are_those_that_ranks_can_share() -> None:
             suite.sized(size, "float32", world_size)
     for name, size in (("mlp", "16,8,31"), ("grouped", "6,8,8,4,3"), ("decode", "1,8"), ("mlp", "0,8,2")):
         assert "--shape" in command("sweep", "--suite", name, "--shape", size, "--world-size", 2, code=2)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    (("--suite", "mlp", "--op", OPS[0]), "--op choose among the suite ops"),
+    (("--suite", "mlp,block", "--shapes", "small"), "--shapes choose among the suite ops"),
+    (("--suite", "mlp,block", "--shape", "8,8,8"), "--shape has the lengths of one suite"),
+    (("--suite", "mlp", "--shape", "8,8,8", "--tokens", "64"), "--tokens is for the blocks of --model"),
+    (("--tokens", "64"), "--tokens is for the blocks of --model"),
+    (("--suite", "collectives", "--model", "llama9"), "model must be one of"),
+])  # fmt: skip
+def test_no_option_is_left_unread(given: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert said in folded(command("sweep", *given, "--out", tmp_path, code=2))
 
 
 def test_overhead_rows_of_every_size_and_direction_are_appended(tmp_path: Path) -> None:

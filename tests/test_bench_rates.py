@@ -7,11 +7,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from fusedtp import machine
-from fusedtp.bench import figures, tables, theme
-from fusedtp.bench.cases import Case
+from fusedtp.bench import figures, report, tables, theme
+from fusedtp.bench.cases import LAYERS, OPS, Case
 from fusedtp.bench.frames import distinct, fast_p, frame_of
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.report import late
@@ -41,6 +42,32 @@ def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow
     assert "fast_p of auto, right and p times as fast as the fastest other: 100% at p = 1, 100% at p = 1.2, 50%" in told
     wrong = replace(case_rows(make_row, 64, 8, 5.0)[-1], gate="wrong", median_ms=None, p20_ms=None, p80_ms=None)
     assert fast_p(frame_of([*case_rows(make_row, 64, 8, 5.0)[:-1], wrong])) == {"auto": [0.0]}
+
+
+def test_each_suite_has_a_verdict_and_totals_of_its_own(make_row: MakeRow) -> None:
+    """Decoding has layers of the same names as the matmuls of a block."""
+    given = {"model": "small", "tokens": 64, "M": 64}
+    rows = [
+        make_row(op=OPS[place % 2], variant=name, median_ms=ms, layer=layer, **given)
+        for place, layer in enumerate(LAYERS) for name, ms in (("matmul", 1.0), ("unfused", 2.0), ("decomposed", 4.0))
+    ]  # fmt: skip
+    alone, totals = tables.verdict(frame_of(rows)), tables.totals(frame_of(rows)).cells
+    assert alone[0].startswith("No gain: decomposed is faster than unfused in 0 of 4 cases, slower in 4")
+    rows += [make_row(op="decode", variant=name, median_ms=ms, layer=layer, **given)
+             for layer in ("attention out", "mlp down") for name, ms in (("unfused", 2.0), ("auto", 1.0))]  # fmt: skip
+    rows += case_rows(make_row, 64, 2, 8.0)
+    frame = frame_of(rows)
+    told = tables.verdict(frame)
+    at = [told.index(f"Suite {name}:") for name in ("ops", "decode", "block")]
+    assert told[at[0] + 1 : at[1]] == alone
+    assert told[at[1] + 1].startswith("Gain: auto is faster than unfused in 2 of 2 cases, slower in 0")
+    assert told[at[2] + 1].startswith("Gain: auto is faster than unfused in 1 of 1 cases, slower in 0")
+    pd.testing.assert_frame_equal(tables.totals(frame).cells, totals)
+    assert set(tables.summary(frame).cells["suite"]) == {"ops", "decode", "block"}
+    assert "suite" not in tables.summary(frame_of(rows[:12])).cells
+    assert sorted(words for words, _ in report._groups(frame, ("direction",))) == [
+        "small, block, forward", "small, decode, forward", "small, forward"
+    ]  # fmt: skip
 
 
 def test_auto_is_left_out_where_it_ran_the_code_of_another(make_row: MakeRow) -> None:
