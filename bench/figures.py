@@ -13,8 +13,8 @@ import pandas as pd
 
 from . import theme
 from .cases import ALONE, COLLECTIVES, SEQUENTIAL, TITLES, ranks
-from .frames import BASELINE, OURS, bound, cases, compared, distinct, each, fast_p, parts, records, timed
-from .tables import in_bytes, milliseconds
+from .frames import BASELINE, OURS, bound, cases, compared, distinct, each, fast_p, in_bytes, parts, records, timed
+from .tables import milliseconds
 
 
 def overview(frame: pd.DataFrame) -> Any:
@@ -28,7 +28,7 @@ def overview(frame: pd.DataFrame) -> Any:
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     shown = distinct(compared(frame))
     if shown.empty:
@@ -53,7 +53,7 @@ def overview(frame: pd.DataFrame) -> Any:
         axis.set_axis_off()
     axes[0, 0].set(xscale="log", xlim=(min(0.5, shown["low"].min()) / 1.05, 1.05 * max(2.0, shown["high"].max())))
     axes[0, 0].xaxis.set(major_locator=LogLocator(base=2), minor_locator=NullLocator())
-    axes[0, 0].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    axes[0, 0].xaxis.set_major_formatter(_in_powers)
     drawn_variants = {row for _, groups in found for _, group in groups for row in group["variant"]}
     handles = {
         name: Patch(facecolor=theme.colour(name)) for (name,), _ in parts(shown, "variant") if name in drawn_variants
@@ -87,6 +87,11 @@ _LEAST = 1 / 64
 _GREY = theme.colour("wait")
 
 
+def _in_powers(value: float, _: object) -> str:
+    # Return a power of two as text, however small.
+    return f"{value:g}x" if value >= 0.25 else f"1/{1 / value:g}x"
+
+
 def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: float) -> None:
     # Stack groups of cases by direction and number of ranks.
     at, names = 0.0, {}
@@ -95,7 +100,7 @@ def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: flo
     for (direction, size), group in groups:
         axis.text(y=at, s=f"{direction}, {ranks(size)}", **style, **on_left)
         at += 1.2
-        for _, case in group.sort_values(["M", "gflop", "dtype"], kind="stable").groupby("place", sort=False):
+        for _, case in group.sort_values(["M", "matmul", "gflop", "dtype"], kind="stable").groupby("place", sort=False):
             first = records(case)[0]
             names[at + (len(case) - 1) / 2] = (
                 f"{first['layer']}, {first['where']}" if first["layer"] else first["where"]
@@ -254,7 +259,7 @@ _RANK_COLOURS = ("decomposed", "peer-1", "peer-2", "fused", "auto", "peer-3")
 
 
 def by_tokens(frame: pd.DataFrame) -> Any:
-    """Return the picture of speed-ups over the fastest other implementation against tokens, on log2 axes.
+    """Return the picture of speed-ups over the fastest other implementation against tokens, on logarithmic axes.
 
     All lines have one model, direction and dtype. A panel a block or a matmul of it, a line a number of ranks, the
     interval as a band. It is that of `auto`, or of our fastest schedule where `auto` was not timed. None without
@@ -276,14 +281,18 @@ def by_tokens(frame: pd.DataFrame) -> Any:
         axis.axhline(1.0, color=theme.colour("ink"), linewidth=0.9)
         for (size,), line in parts(members, "world_size"):
             paint = theme.colour(colours[size])
-            low, high = (line[name].clip(_LEAST, 1 / _LEAST) for name in ("best_low", "best_high"))
+            # An interval may be unbounded.
+            low, high = (
+                line["best_low"].clip(lower=line["over_best"] / 4),
+                line["best_high"].clip(upper=4 * line["over_best"]),
+            )
             axis.fill_between(line["tokens"], low, high, color=paint, alpha=0.2, linewidth=0)
             axis.plot(line["tokens"], line["over_best"], marker="o", markersize=4, color=paint, label=ranks(int(size)))
         _log2(axis.xaxis, sorted(set(best["tokens"])))
-        axis.set_yscale("log", base=2)
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        theme.log_scale(axis, "y", "x")
         axis.grid()
         axis.set_xlabel("tokens")
+        axis.tick_params(axis="x", labelbottom=True)
     for axis in axes.flat[len(columns) :]:
         axis.set_axis_off()
     for axis in axes[:, 0]:
@@ -292,11 +301,12 @@ def by_tokens(frame: pd.DataFrame) -> Any:
     return drawn
 
 
-def _log2(axis: Any, values: Sequence[float], told: Callable[[float], str] = lambda value: f"{value:g}") -> None:
+def _log2(axis: Any, values: Sequence[float], most: int = 8, told: Callable[[float], str] = "{:g}".format) -> None:
+    # Give at most so many of the values a tick.
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
     axis.axes.set_xscale("log", base=2)
-    shown = values[:: -(-len(values) // 8)]
+    shown = values[:: -(-len(values) // most)]
     axis.set(major_locator=FixedLocator(list(shown)), minor_locator=NullLocator())
     axis.set_major_formatter(FixedFormatter([told(value) for value in shown]))
 
@@ -318,7 +328,7 @@ def bus_rates(frame: pd.DataFrame) -> Any:
             for (variant,), each_of in parts(members[members["op"] == op].sort_values("bytes"), "variant"):
                 style = {"color": theme.colour(variant), "marker": theme.marker(variant), "markersize": 4}
                 axis.plot(each_of["bytes"], each_of["busbw_gbps"], label=str(variant), **style)
-            _log2(axis.xaxis, sorted(set(lines["bytes"])), in_bytes)
+            _log2(axis.xaxis, sorted(set(lines["bytes"])), 5, in_bytes)
             theme.log_scale(axis, "y")
             axis.grid()
         line[0].set_ylabel("busbw, GB/s")
@@ -345,7 +355,7 @@ def fast_curve(frame: pd.DataFrame) -> Any:
     most = max(ratios[-1] for ratios in found.values())
     axis.set(xlim=(0.5, 1.1 * max(2.0, most)), ylim=(0, 1.03), xlabel="p", ylabel="share of cases")
     axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axis.xaxis.set_major_formatter(_in_powers)
     axis.grid()
     theme.legend(drawn)
     return drawn
@@ -423,22 +433,19 @@ def time_parts(frame: pd.DataFrame) -> Any:
         sum(1.6 + len(case.index.difference(list(ALONE))) for _, case in groups) for groups in columns.values()
     )
     drawn, axes = theme.panels([height], len(columns), line=0.155, row=0.5, sharex=True)
-    longest, bounds = 0.0, set()
+    longest, bounds = 0.0, set[str]()
     for axis, (title, groups) in zip(axes[0], columns.items(), strict=True):
         at, names = 0.0, {}
         for where, case in groups:
             axis.text(0.0, at, where, fontsize=7, va="center")
             times = case["median_ms"].drop(list(ALONE), errors="ignore")
             percent, (bound_ms, by) = 100 / times[BASELINE], bound(case)
-            ends = percent * bound_ms if by else 0.0
-            if by:
-                axis.plot([ends] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(by))
-                bounds.add(by)
-            for line_of in ("matmul", SEQUENTIAL):
-                if line_of in case.index and line_of != by:
-                    bounds.add(line_of)
-                    where_ms = percent * case["median_ms"][line_of]
-                    axis.plot([where_ms] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(line_of))
+            drawn_at = {name: case["median_ms"][name] for name in ("matmul", SEQUENTIAL) if name in case.index}
+            drawn_at |= {by: bound_ms} if by else {}
+            bounds |= drawn_at.keys()
+            ends = percent * max(drawn_at.values())
+            for line_of, end_ms in drawn_at.items():
+                axis.plot([percent * end_ms] * 2, [at + 0.5, at + len(times) + 0.5], zorder=4, **_bound_line(line_of))
             for name, ms in times.items():
                 at, left = at + 1, 0.0
                 for kind, part in account(
@@ -447,7 +454,7 @@ def time_parts(frame: pd.DataFrame) -> Any:
                     axis.barh(at, percent * part, left=left, height=0.8, **theme.bar(kind))
                     left += percent * part
                 names[at], longest = str(name), max(longest, left, ends)
-                # To the right of the bar and of the bound.
+                # To the right of the bar and of all lines.
                 style = {"fontsize": 6.5, "va": "center_baseline", "color": theme.colour("muted")}
                 style |= {"xytext": (3.5, 0), "textcoords": "offset points"}
                 axis.annotate(f"{milliseconds(ms)} ms", (max(left, ends), at), **style)

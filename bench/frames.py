@@ -124,6 +124,13 @@ def _over(base: Measurement | None, row: Measurement) -> tuple[float, float, flo
     return math.nan, 0.0, math.inf
 
 
+def in_bytes(number: float) -> str:
+    """Return a number of bytes as text: "16 KB"."""
+    units = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
+    unit, name = next((unit, name) for unit, name in units if number >= unit)
+    return f"{number / unit:.4g} {name}"
+
+
 def lengths(row: Measurement) -> str:
     """Return a row's M x N x K as text, M x N of a collective, and the features of each of several weights."""
     features = f"({'+'.join(map(str, row.widths))})" if row.widths else str(row.N)
@@ -131,7 +138,9 @@ def lengths(row: Measurement) -> str:
 
 
 def _line(row: Measurement, base: Measurement | None, sequential: Measurement | None) -> dict[str, Any]:
+    sent = float(row.M * row.N * ITEMSIZE[row.dtype])
     size, short, case = lengths(row), SHORT_DTYPES.get(row.dtype, row.dtype), case_of(row)
+    where = f"{row.tokens} tokens" if row.model else in_bytes(sent) if row.op in COLLECTIVES else size
     return vars(row) | {
         "passed": row.passed,
         "failed": row.failed,
@@ -139,9 +148,9 @@ def _line(row: Measurement, base: Measurement | None, sequential: Measurement | 
         "matmul": row.layer or TITLES.get(row.op, row.op),
         "short_dtype": short,
         "size": size,
-        "where": f"{row.tokens} tokens {short}" if row.model else f"{size} {short}",
+        "where": f"{where} {short}",
         "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
-        "bytes": float(row.M * row.N * ITEMSIZE[row.dtype]),
+        "bytes": sent,
         "gflop": flops(case, "forward") / 1e9 if case else 0.0,
         **dict(zip(("speedup", "low", "high"), _over(base, row), strict=True)),
         **dict(zip(("overlap", "overlap_low", "overlap_high"), _over(sequential, row), strict=True)),

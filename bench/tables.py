@@ -14,7 +14,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pandas as pd
 
 from .cases import ALONE, COLLECTIVES, LAYERED, SCHEDULES, SEQUENTIAL, SHORT_DTYPES, TITLES
-from .frames import BASELINE, blocks, bound, cases, compared, distinct, each, fast_p, overall, parts, records, timed
+from .frames import (
+    BASELINE,
+    blocks,
+    bound,
+    cases,
+    compared,
+    distinct,
+    each,
+    fast_p,
+    in_bytes,
+    overall,
+    parts,
+    records,
+    timed,
+)
 from .frames import standings as by_size
 from .store import COLUMNS, NOT_RUN
 
@@ -28,13 +42,6 @@ Format: TypeAlias = "str | Callable[[Any], str]"
 def milliseconds(value: float, digits: int = 3) -> str:
     """Return at least `digits` digits, without an exponent."""
     return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def in_bytes(number: float) -> str:
-    """Return a number of bytes as text: "16 KB"."""
-    units = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
-    unit, name = next((unit, name) for unit, name in units if number >= unit)
-    return f"{number / unit:.4g} {name}"
 
 
 def times_as_fast(ratio: Any, is_noise: Any = False) -> str:

@@ -105,8 +105,8 @@ def named_lines(axes: Any, names: Mapping[Any, str], lines: float) -> None:
     axes.spines["left"].set_visible(False)
 
 
-def log_scale(axes: Any, which: str) -> None:
-    """Make the x or y axis logarithmic, with plain numbers at three ticks or more, as many as fit."""
+def log_scale(axes: Any, which: str, unit: str = "") -> None:
+    """Make the x or y axis logarithmic, with plain numbers and their unit at three ticks or more, as many as fit."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     class Ticks(LogLocator):
@@ -122,7 +122,7 @@ def log_scale(axes: Any, which: str) -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
     axis.set(major_locator=Ticks(), minor_locator=NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
 
 
 def not_measured(axes: Any) -> None:

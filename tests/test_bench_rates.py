@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from matplotlib.text import Annotation
 
 from fusedtp import machine
 from fusedtp.bench import figures, report, tables, theme
@@ -85,6 +86,14 @@ def test_pictures_have_a_line_a_number_of_ranks_and_a_line_a_variant(make_row: M
         assert [line.get_label() for line in axes.get_lines()[1:]] == ["2 ranks", "4 ranks"]
         assert list(axes.get_lines()[1].get_xdata()) == [16, 64, 256]
         assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([10 / 8] * 3)
+        # However slow, a line lies within its band, and the axis has several ticks.
+        for auto_ms in (9.5, 8e5):
+            slow = figures.by_tokens(frame_of([row for n in (16, 64) for row in case_rows(make_row, n, 2, auto_ms)]))
+            (panel,), ((low, high),) = slow.axes, [each.get_datalim(slow.axes[0].transData).intervaly
+                                                   for each in slow.axes[0].collections]  # fmt: skip
+            assert low < 10 / auto_ms < high
+            least, most = panel.get_ylim()
+            assert sum(least <= tick <= most for tick in panel.get_yticks()) >= 3
         sent = [
             make_row(op="all_reduce", variant=name, median_ms=ms, M=M, N=1024, K=1024,
                      **{key: value for key, value in ratios(Case("all_reduce", M, 1024, 1024, "float32", 2), "forward",
@@ -92,11 +101,23 @@ def test_pictures_have_a_line_a_number_of_ranks_and_a_line_a_variant(make_row: M
             for M in (4, 64) for name, ms in (("unfused", 2.0), ("decomposed", 1.0))
         ]  # fmt: skip
         drawn = figures.bus_rates(frame_of(sent))
+    assert all(" KB" in str(tick.get_text()) for tick in drawn.axes[0].get_xticklabels())
     (axes,) = drawn.axes
     assert {line.get_label() for line in axes.get_lines()} == {"unfused", "decomposed"}
     # On two ranks an all-reduce sends twice half of its bytes: 16 KB in 1 ms.
     ((_, low),) = [(line, line.get_ydata()[0]) for line in axes.get_lines() if line.get_label() == "decomposed"]
     assert low == pytest.approx(4 * 1024 * 4 / 1e-3 / 1e9)
+
+
+def test_no_line_of_a_bound_crosses_the_time_beside_a_bar(make_row: MakeRow) -> None:
+    times = {"matmul": 4.0, "comm": 8.5, "unfused": 10.0, "sequential": 9.0, "decomposed": 3.0}
+    with theme.style():
+        drawn = figures.time_parts(frame_of([make_row(variant=name, median_ms=ms) for name, ms in times.items()]))
+    (axes,) = drawn.axes
+    lines = [max(line.get_xdata()) for line in axes.get_lines()]
+    assert sorted(lines) == pytest.approx([40.0, 85.0, 90.0])
+    beside = {text.get_text(): text.xy[0] for text in axes.texts if isinstance(text, Annotation)}
+    assert beside == {"10 ms": pytest.approx(100), "9 ms": pytest.approx(90), "3 ms": pytest.approx(90)}
 
 
 def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow) -> None:
