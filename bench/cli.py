@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from . import arguments, cli_predict, cli_report, cli_tune
 from .output import Console, streams
@@ -73,20 +73,7 @@ def _main(
     pass
 
 
-class WithProviders(TyperCommand):
-    """Command whose help ends with the providers, and why each does not run; only help looks them up."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        from fusedtp.machine import describe
-
-        from .providers import listing
-
-        super().format_help(ctx, formatter)
-        with formatter.section("Baselines; by default all but tree and switch"):
-            formatter.write_dl(list(listing(describe().num_gpus)))
-
-
-@app.command(cls=WithProviders)
+@app.command()
 def sweep(
     suite: Annotated[
         str,
@@ -116,7 +103,7 @@ def sweep(
         typer.Option(
             "--baseline",
             "--baselines",
-            help="Other libraries to compare with, comma-separated, or none; the list is below.",
+            help="Other libraries to compare with, comma-separated, or none; fusedtp doctor --providers lists them.",
         ),
     ] = None,
     direction: Annotated[
@@ -240,7 +227,7 @@ def _run(
     speaks = here is None or here.rank == 0
     console = Console(quiet=not speaks)
     path = arguments.folder(out.parent, machine.name) / f"{out.name}.csv"
-    if path.exists() and not store.is_outdated(path):
+    if path.exists():
         # Fail before minutes are spent on rows that could not be added to the file.
         arguments.rows(path, "; move it away to write a new one")
     try:

@@ -43,6 +43,8 @@ INTERPRET = ("TRITON_INTERPRET", "1")
 JOB_SECONDS, MARGIN = 180.0, 10.0
 # Seconds in which ranks start, and in which kernels of a case, and torch's compiled graphs, are compiled.
 START_SECONDS, COMPILE_SECONDS = 4.0, 12.0
+# Seconds that a call takes in a round beside itself: a spin, a flush, a barrier, a check.
+ROUND_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -293,7 +295,7 @@ def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tu
 
 def estimate(job: Job) -> float:
     """Return the estimated seconds of a job: operands, the gate's calls, products and checks, then the rounds."""
-    from .timing import LONG_ROUNDS, LONG_SECONDS, MIN_ROUNDS
+    from .timing import LONG_ROUNDS, LONG_SECONDS, MAX_ROUNDS, MIN_ROUNDS
 
     case, calls_in_a_row = job.case, SUITE_OF[job.case.op].calls
     rates = rates_of(job.gpu if job.num_gpus else "", case.dtype)
@@ -312,7 +314,9 @@ def estimate(job: Job) -> float:
         if job.timed:
             a_round = count * call * calls_in_a_row
             least = job.rounds or (LONG_ROUNDS if a_round > LONG_SECONDS else MIN_ROUNDS)
-            total += max(job.seconds, least * a_round)
+            # No more than so many rounds are timed, with their barriers and checks.
+            most = min(job.seconds, MAX_ROUNDS * (a_round + count * ROUND_SECONDS))
+            total += least * a_round if job.rounds else max(most, least * a_round)
     return total
 
 

@@ -21,7 +21,7 @@ from fusedtp.machine import slug
 
 from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
-from .frames import CASE, compared, each, frame_of, overall, parts, records, timed
+from .frames import CASE, compared, each, frame_of, parts, records, timed
 from .intervals import busy
 from .store import PASSED, Measurement
 
@@ -181,8 +181,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning
     summary, standings, refused = tables.summary(frame), tables.standings(frame), tables.refused(frame)
     checked, not_run = tables.checked(frame), [line for each in tables.not_run(frame).values() for line in each]
     has = {"short": len(summary.cells), "sizes": len(standings.cells), "times": len(lines), "rows": len(frame)}
-    totals, best = tables.totals(frame), overall(frame)
-    best = best.drop_duplicates(["suite", "direction"]) if len(best) else best
+    totals = tables.totals(frame)
     has |= {"refused": len(refused.cells) + len(not_run), "checked": len(checked.cells), "blocks": len(totals.cells)}
     has |= {name: len(drawn) for name, drawn in pictures.items()}
     made = environment.get_template("page.html").render(
@@ -193,7 +192,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning
         num_cases=len(list(parts(lines, *CASE))), ops=[TITLES.get(op, op) for (op,), _ in parts(about, "op")],
         days=sorted({when[:10] for when in lines["time_utc"] if when}),
         commits=each(lines.assign(commit=commits), "commit"),
-        best=records(tables.without_one_suite(best)),
+        verdict=tables.verdict(frame),
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
         warning=warning, version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip

@@ -316,16 +316,10 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
     return row
 
 
-def is_outdated(path: Path) -> bool:
-    """Return whether a file has rows of a layer as older versions wrote them, which `update` replaces."""
-    with path.open("rb") as file:
-        return file.read(6) == b"layer,"
-
-
 def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
     """Replace the file's rows of the same cases by `rows`; return all rows, old and new."""
     measured = {row.case for row in rows}
-    before = read(path) if path.exists() and not is_outdated(path) else []
+    before = read(path) if path.exists() else []
     kept = [row for row in before if row.case not in measured]
     together = [*kept, *rows]
     write(path, together)

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -143,7 +144,8 @@ def captured(run: Callable[[], Any], group: Any) -> tuple[Callable[[], Any], str
         with torch.cuda.stream(side):
             run()
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
+        # The end of a capture that failed warns that the graph is empty.
+        with warnings.catch_warnings(action="ignore"), torch.cuda.graph(graph):
             results = run()
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]

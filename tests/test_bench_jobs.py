@@ -146,6 +146,9 @@ def test_the_plan_of_gpus_is_estimated_by_their_rates(num_gpus: int, minutes: fl
     assert list(dict.fromkeys(job.case.world_size for job in jobs)) == sizes
     assert sum(map(estimate, jobs)) / 60 == pytest.approx(minutes, rel=0.3)
     assert max(map(seconds_of, jobs)) < 600
+    # A case of a layer has fifty rounds at most, whatever its suite would spend.
+    layers = {name: sum(map(estimate, plan(Request(suites=(name,)), num_gpus, H100))) for name in ("mlp", "grouped")}
+    assert layers["grouped"] < 1.25 * layers["mlp"]
     # A GPU that the table lacks is taken for an older one.
     assert sum(map(estimate, plan(Request(), num_gpus, "Some GPU"))) < 3 * sum(map(estimate, jobs))
 

@@ -137,8 +137,6 @@ def test_speedups_have_the_intervals_of_their_rounds(tmp_path: Path, pool: RankP
 
 @pytest.mark.parametrize("name", SMALL)
 def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -> None:
-    """A file of an older layout is replaced."""
-
     @contextmanager
     def here(ranks: int, **_: Any) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(run=pool.run, close=lambda: None)
@@ -146,8 +144,6 @@ def test_rows_from_the_command_line(name: str, pool: RankPool, tmp_path: Path) -
     suite, num = SUITES[name], len(SMALL[name])
     shapes = [word for size in SMALL[name] for word in ("--shape", size)]
     path = tmp_path / machine.describe().name / f"{name}.csv"
-    path.parent.mkdir()
-    path.write_text("layer,M,D\nMLP,1,2\n")
     with mock.patch.object(sweep, "RankPool", here):
         said = command("sweep", "--suite", name, *shapes, "--world-size", 2, "--seconds", 0, "--out", tmp_path)
     assert f"{num}/{num}, " in said
