@@ -112,9 +112,6 @@ def sweep(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16, and fp8 or mxfp8, forward alone; comma-separated.")
     ] = None,
-    shapes: Annotated[
-        str | None, typer.Option(help="Sets of sizes of ops: small, medium, square, comm, large; default by machine.")
-    ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="One global size: M,N,K, or the lengths of the one suite that is given; may be repeated."),
@@ -161,12 +158,12 @@ def sweep(
     from .suites import SUITES
 
     suites = arguments.names(suite, tuple(SUITES), "--suite")
-    if model and (shape or shapes):
-        raise typer.BadParameter("--model gives the sizes: leave --shape and --shapes out")
-    if tokens is not None and (shape or shapes or ("ops" in suites and not model)):
+    if model and shape:
+        raise typer.BadParameter("--model gives the sizes: leave --shape out")
+    if tokens is not None and (shape or ("ops" in suites and not model)):
         raise typer.BadParameter("--tokens is for the blocks of --model")
-    if "ops" not in suites and (alone := [name for name, given in (("--op", op), ("--shapes", shapes)) if given]):
-        raise typer.BadParameter(f"{' and '.join(alone)} choose among the suite ops, which --suite leaves out")
+    if op is not None and "ops" not in suites:
+        raise typer.BadParameter("--op chooses among the suite ops, which --suite leaves out")
     if shape and len(suites) > 1:
         raise typer.BadParameter("--shape has the lengths of one suite: give one --suite")
     others = tuple(dict.fromkeys(each for name in suites for each in SUITES[name].others))
@@ -174,7 +171,6 @@ def sweep(
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),
         "baselines": (baseline, tuple(dict.fromkeys((*providers.found().providers, *others, "none"))), "--baseline"),
         "directions": (direction, cases.DIRECTIONS, "--direction"),
-        "shape_sets": (shapes, tuple(cases.SHAPES), "--shapes"),
     }  # fmt: skip
     given: dict[str, Any] = {
         name: arguments.names(text, known, option)

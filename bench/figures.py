@@ -17,14 +17,12 @@ from .frames import BASELINE, OURS, bound, cases, compared, distinct, each, fast
 from .tables import milliseconds
 
 
-def overview(frame: pd.DataFrame) -> Any:
-    """Return the picture beside the rows: speed-ups over unfused, a bar a variant of a case.
+def speedups(frame: pd.DataFrame, most: float = math.inf) -> Any:
+    """Return the picture of speed-ups over unfused, a bar a variant of a case; None if there is none.
 
-    There is a panel for each op of its own, and for each model and suite.
-
-    None if nothing was timed beside unfused on two ranks or more. The line on a bar is the interval; a bar is grey if
-    its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis. Where there are many
-    cases, each panel keeps its first direction, its most frequent dtype and fewest ranks: the page has them all.
+    There is a panel for each op of its own, and for each model and suite. The line on a bar is the interval; a bar is
+    grey if its interval contains 1. Cases are sorted by tokens. All panels share one logarithmic axis. With more cases
+    than `most`, each panel keeps its first direction, its most frequent dtype and fewest ranks.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -37,7 +35,7 @@ def overview(frame: pd.DataFrame) -> Any:
     of_model = shown["model"] + (", " + shown["suite"].astype(str)).mask(shown["suite"] == "ops", "")
     titles = shown["op"].map(TITLES).astype(str).mask(shown["model"] != "", of_model)
     panels = [(str(title), panel) for title, panel in shown.groupby(titles, sort=False)]
-    left_out = shown["place"].nunique() > _MOST_CASES
+    left_out = shown["place"].nunique() > most
     found = [(title, list(parts(_typical(panel) if left_out else panel, "direction", "world_size")))
              for title, panel in panels]  # fmt: skip
     heights = [sum(1.2 + len(group) + 0.6 * group["place"].nunique() for _, group in groups) for _, groups in found]
@@ -48,7 +46,7 @@ def overview(frame: pd.DataFrame) -> Any:
     for axis, (title, groups), height in zip(axes.flat, found, np.repeat(rows, num_columns), strict=False):
         axis.set_title(title, fontweight="bold")
         axis.axvline(1.0, color=theme.colour("ink"), linewidth=0.9, zorder=1)
-        _speedups(axis, groups, height)
+        _bars(axis, groups, height)
     for axis in axes.flat[len(found) :]:
         axis.set_axis_off()
     axes[0, 0].set(xscale="log", xlim=(min(0.5, shown["low"].min()) / 1.05, 1.05 * max(2.0, shown["high"].max())))
@@ -70,10 +68,6 @@ def overview(frame: pd.DataFrame) -> Any:
     return drawn
 
 
-# Cases from which on the overview keeps the typical ones of each panel.
-_MOST_CASES = 24
-
-
 def _typical(panel: pd.DataFrame) -> pd.DataFrame:
     for name in ("direction", "world_size"):
         panel = panel[panel[name] == panel[name].min()]
@@ -92,7 +86,7 @@ def _in_powers(value: float, _: object) -> str:
     return f"{value:g}x" if value >= 0.25 else f"1/{1 / value:g}x"
 
 
-def _speedups(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: float) -> None:
+def _bars(axis: Any, groups: Sequence[tuple[Any, pd.DataFrame]], height: float) -> None:
     # Stack groups of cases by direction and number of ranks.
     at, names = 0.0, {}
     on_left, on_right = {"x": -0.02, "ha": "right", "fontweight": "bold"}, {"x": 1.02, "ha": "left"}
@@ -194,45 +188,6 @@ def _curves(axis: Any, panel: pd.DataFrame) -> None:
 # Colours saturate at this ratio and at its inverse.
 _FULL = np.log(2.0)
 _SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
-
-
-def speedup_map(frame: pd.DataFrame) -> Any:
-    """Return the map of speed-ups over unfused by size and number of ranks; None without several of both.
-
-    All lines have one direction and model. There is a row for each schedule, a column for each op or model's matmul.
-    Blue is faster than unfused, orange slower, as far from white as the ratio's logarithm. A ratio whose interval
-    contains 1 has a ~, on white.
-    """
-    from matplotlib.patches import Patch
-
-    shown = distinct(compared(frame))
-    shown = shown[~shown["op"].isin(COLLECTIVES)]
-    several = shown.groupby("matmul", observed=True)[["where", "world_size"]].transform("nunique") > 1
-    shown = shown[several.all(axis=1)]
-    if shown.empty:
-        return None
-    matmuls, rows = [key for (key,), _ in parts(shown, "matmul")], list(parts(shown, "variant"))
-    lines = [members.groupby("matmul", observed=True)["where"].nunique().max() for _, members in rows]
-    drawn, axes = theme.panels(lines, len(matmuls), line=0.215, row=0.75)
-    for line, ((variant,), members), height in zip(axes, rows, lines, strict=True):
-        for axis, matmul in zip(line, matmuls, strict=True):
-            axis.set_title(f"{variant}\n{matmul}", fontsize=8.5, loc="center")
-            panel = members[members["matmul"] == matmul].sort_values(["dtype", "M", "gflop"])
-            cells = panel.assign(known=(panel["low"] > 1) | (panel["high"] < 1)).pivot_table(
-                index="where", columns="world_size", values=["speedup", "known"], sort=False
-            )
-            if cells.empty:
-                axis.spines[:].set_visible(False)
-                theme.not_measured(axis)
-                axis.set(xticks=(), yticks=())
-                continue
-            speedups, known = cells["speedup"].sort_index(axis=1), cells["known"].sort_index(axis=1)
-            _cells(axis, speedups, known.eq(1), height)
-    for axis in axes[-1]:
-        axis.set_xlabel("ranks")
-    handles = {"faster than unfused": _SHADES[2], "slower": _SHADES[0], "~ no difference": _SHADES[1]}
-    theme.legend(drawn, {label: Patch(facecolor=shade) for label, shade in handles.items()})
-    return drawn
 
 
 def _cells(axis: Any, speedups: Any, known: Any, height: float) -> None:

@@ -134,7 +134,6 @@ class Request:
     baselines: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] | None = None
     directions: tuple[str, ...] | None = None
-    shape_sets: tuple[str, ...] | None = None
     shapes: tuple[Shape, ...] = ()
     models: tuple[str, ...] = ()
     tokens: tuple[int, ...] | None = None
@@ -272,10 +271,9 @@ class JobPlanner:
 def _sizes(request: Request, op: str, world_size: int, num_gpus: int) -> list[tuple[Shape, str, tuple[str, ...]]]:
     """Return (shape, dtype, directions) of the timed cases: the request's, or a selection that takes a few minutes."""
     forward = request.directions or ("forward",)
-    if request.shapes or request.shape_sets is not None:
-        named = [shape for name in request.shape_sets or () for shape in SHAPES[name][op]]
+    if request.shapes:
         dtypes = request.dtypes or (("bfloat16",) if num_gpus else ("float32",))
-        return [(shape, dtype, forward) for dtype in dtypes for shape in dict.fromkeys((*named, *request.shapes))]
+        return [(shape, dtype, forward) for dtype in dtypes for shape in dict.fromkeys(request.shapes)]
     main, sets = ("bfloat16", ("square", "large")) if num_gpus else ("float32", ("small", "medium"))
     shapes = [shape for name in sets for shape in SHAPES[name][op]]
     if not num_gpus and world_size == 2:

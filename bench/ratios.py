@@ -28,7 +28,7 @@ from .ranks import RankPool
 from .regress import BENCHMARKS, Tracked, cases, differences, keys_of, num_gpus, planted
 from .regress import LAUNCHES as DEFAULT_LAUNCHES
 from .store import Measurement, Outcome, rows_of
-from .sweep import rank_environment, run_job
+from .sweep import rank_environment, run_job, together
 
 # A launch goes through all cases PASSES times, with ROUNDS rounds each.
 PASSES, ROUNDS = 4, 8
@@ -50,12 +50,11 @@ def stopwatch() -> float:
     return STOPWATCH["seconds"]
 
 
-def together(turns: Sequence[Outcome], plant: Mapping[str, float]) -> Outcome:
-    """Return one outcome of all rounds, as much slower as planted, or the first wrong outcome."""
-    wrong = [outcome for outcome in turns if outcome.timing is None]
-    factor = plant.get(turns[0].variant, 1.0)
-    rounds_ms = [factor * ms for outcome in turns if outcome.timing for ms in outcome.timing.rounds_ms]
-    return wrong[0] if wrong else replace(turns[0], timing=Timing.of(rounds_ms))
+def slowed(outcome: Outcome, factor: float) -> Outcome:
+    """Return an outcome whose rounds took so many times as long."""
+    if outcome.timing is None:
+        return outcome
+    return replace(outcome, timing=Timing.of([factor * ms for ms in outcome.timing.rounds_ms]))
 
 
 def launch(tracked: Sequence[Tracked]) -> Launched:
@@ -67,15 +66,11 @@ def launch(tracked: Sequence[Tracked]) -> Launched:
         for each in (*tracked,) * PASSES:
             job = Job(each.case, VARIANTS, True, rounds=ROUNDS, directions=(each.direction,), num_gpus=GPUS)
             found[each].append(pool.run(run_job, job, world_size=each.case.world_size)[0])
-    return {
-        each: {
-            row.variant: row
-            for row in rows_of(
-                each.case, [together(outcomes, plant) for outcomes in zip(*turns, strict=True)], describe()
-            )
-        }
-        for each, turns in found.items()
-    }
+    made: Launched = {}
+    for each, turns in found.items():
+        outcomes = [slowed(outcome, plant.get(outcome.variant, 1.0)) for outcome in together(turns)]
+        made[each] = {row.variant: row for row in rows_of(each.case, outcomes, describe())}
+    return made
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ PICTURES: Mapping[str, tuple[Callable[[pd.DataFrame], Any], tuple[str, ...]]] = 
     "tokens": (figures.by_tokens, ("direction", "dtype")),
     "fast": (figures.fast_curve, ("direction",)),
     "time": (figures.time_curves, ("direction", "dtype")),
-    "speedup": (figures.speedup_map, ("direction",)),
+    "speedup": (figures.speedups, ("direction", "world_size")),
     "parts": (figures.time_parts, ("direction", "world_size")),
     "busbw": (figures.bus_rates, ("dtype",)),
 }
@@ -102,10 +102,14 @@ def late(rows: Sequence[Measurement]) -> str:
     )
 
 
+# Cases of the picture beside the rows, which with more has the typical ones: the page has them all.
+MOST_CASES = 24
+
+
 def picture(rows: Sequence[Measurement], path: Path) -> bool:
     """Draw the timed cases as a PNG; False, and no file, if there is none."""
     with theme.style():
-        drawn = figures.overview(frame_of(rows))
+        drawn = figures.speedups(frame_of(rows), MOST_CASES)
         if drawn is not None:
             theme.save(drawn, path)
     return drawn is not None

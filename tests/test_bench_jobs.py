@@ -22,7 +22,6 @@ from fusedtp.bench.cases import (
     MODELS,
     MXFP8,
     OPS,
-    SHAPES,
     BlockSizes,
     Case,
     block,
@@ -66,9 +65,9 @@ def test_plan_covers_by_default_every_op_world_size_dtype_and_direction_and_else
     assert {(job.case.op, direction) for job in timed for direction in job.directions} == {
         (op, direction) for op in OPS for direction in DIRECTIONS
     }
-    request = Request((2,), OPS[:1], ("decomposed",), (), shape_sets=("comm",), shapes=((8, 8, 8),))
+    request = Request((2,), OPS[:1], ("decomposed",), (), shapes=((8, 8, 8), (16, 8, 8)))
     jobs = plan(request, 0)
-    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [*SHAPES["comm"][OPS[0]], (8, 8, 8)]
+    assert [(job.case.M, job.case.N, job.case.K) for job in jobs] == [(8, 8, 8), (16, 8, 8)]
     asked = {(job.variants, job.directions) for job in jobs}
     assert asked == {((*BOUNDS, "unfused", "sequential", "decomposed"), ("forward",))}
     both = plan(replace(request, directions=("backward", "both")), 0)

@@ -176,8 +176,7 @@ def test_sizes_are_those_that_ranks_can_share() -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    (("--suite", "mlp", "--op", OPS[0]), "--op choose among the suite ops"),
-    (("--suite", "mlp,block", "--shapes", "small"), "--shapes choose among the suite ops"),
+    (("--suite", "mlp", "--op", OPS[0]), "--op chooses among the suite ops"),
     (("--suite", "mlp,block", "--shape", "8,8,8"), "--shape has the lengths of one suite"),
     (("--suite", "mlp", "--shape", "8,8,8", "--tokens", "64"), "--tokens is for the blocks of --model"),
     (("--tokens", "64"), "--tokens is for the blocks of --model"),

@@ -147,7 +147,9 @@ def test_every_section_and_figure_is_there_the_latter_as_png_too(written: Path) 
         "fast-tiny-forward",
         "fast-single-matmuls-forward",
         "time-single-matmuls-forward-fp32",
-        "speedup-single-matmuls-forward",
+        "speedup-tiny-forward-2-ranks",
+        "speedup-single-matmuls-forward-2-ranks",
+        "speedup-single-matmuls-forward-4-ranks",
         "parts-tiny-forward-2-ranks",
         "parts-single-matmuls-forward-2-ranks",
         "timeline-call",
@@ -189,8 +191,7 @@ def test_cells_and_headings_are_text(make_row: MakeRow) -> None:
         at = {"model": "<u>", "layer": layer, "tokens": 64, "op": op}
         found += [make_row(variant=name, median_ms=2.0, **at) for name in ("unfused", *odd)]
     with theme.style():
-        lines += [replace(row, M=16) for row in lines]
-        drawn = figures.speedup_map(frame_of([*lines, *(replace(row, world_size=4) for row in lines)]))
+        drawn = figures.speedups(frame_of(lines))
         picture = report.Picture("x", "<u>", theme.svg(drawn, "x", "<i>"))
     text = report.page(frame_of(found), {"speedup": [picture]})
     Page(text)
@@ -219,7 +220,7 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     text = Page((tmp_path / "sweep.html").read_text()).text
     for said in ("4, of which 2 timed", "predictions cost model, h100", "fused is faster than unfused in 1 of 1"):
         assert said in text
-    assert not (tmp_path / "sweep-figures").exists()
+    assert [path.stem for path in report.folder_of(path).iterdir()] == ["speedup-single-matmuls-forward-8-ranks"]
     assert (tmp_path / "sweep.png").exists()
     # predictions are drawn but not stored
     assert store.read(path) == measured
