@@ -176,7 +176,7 @@ def _sum_tiles(ctx, out, epilogue, pid, num_programs, sums_row, second_slot, sum
     for index in range(pid, cdiv(ctx.M, BLOCK_M) * own, num_programs):
         down = index // own
         col = index % own
-        ok = wait_for_parts(ctx.link, down * _most(ctx, across) + col + FIRST_SLOT, False)
+        ok = wait_for_parts(ctx.link, down * _most(ctx, across) + col + FIRST_SLOT, True)
         if ctx.SWITCH:
             # A name of its own, as in `reduce`.
             summed_col = behind_wait(col, ok)

@@ -1,10 +1,13 @@
 """Matmul + reduce-scatter, and matmul + one-shot all-reduce: the first kernel of both.
 
 The kernel computes partial[M, N] = a_shard_k [M, K_r] @ b_shard_k [K_r, N] tile by tile, rounds once to the wire dtype,
-and stores into this rank's region of the owner's half, with one signal a tile. Tiles of the next rank come first and
-the own rows last, so the owners that have waited longest are served first. If there are few rows, a tile has rows of
-several owners, and is signalled to each: else every owner's tiles would read all of b. This kernel waits for nothing:
-the sum is another kernel, `reduce`, which waits.
+and stores into this rank's region of the owner's half. Tiles of the next rank come first and the own rows last, so no
+two ranks store to one owner at a time. If there are few rows, a tile has rows of several owners: else every owner's
+tiles would read all of b. This kernel waits for nothing: the sum is another kernel, `reduce`, which waits.
+
+The last program to end signals every owner, once. A signal for each tile would have the program stand in a fence at
+system scope, a round trip to the peers of 1 to 2 us, after every tile. Nothing would be gained: the sum begins when the
+own kernel has ended, and then the peers' tiles are there or about to be.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from .matmul import locate_in_chunks, locate_whole, matmul_tiles
 from .operands import LaunchParams, Left, Right, Scales, Tiles, a_of_term, b_of_term, left_of, right_of, tiles_of
 from .prepared import prepares
 from .scales import scale_columns
-from .signal import FIRST_SLOT, LANES, Link, begin, cdiv, enter, half, lanes, raise_lanes, raise_signal, raise_to_all
+from .signal import FIRST_SLOT, Link, begin, cdiv, enter, finish, half
 
 
 class Partial(NamedTuple):
@@ -73,12 +76,6 @@ def store_part(ctx, dst, row, col, tile, partial):
 
 
 @triton.jit
-def _slot_of(ctx, tile):
-    # Signals are numbered in the order in which `reduce` visits the owner's tiles: row by row.
-    return tile.index * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + tile.col // ctx.tiles.BLOCK_N + FIRST_SLOT
-
-
-@triton.jit
 def scaled_term(ctx, tile, i, part):
     """Return the i-th term's float8 product times the scales of its rows and columns."""
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
@@ -105,24 +102,6 @@ def rounded(ctx, tile, acc):
 def _store_to_owner(ctx, tile, packed, acc):
     row = tile.chunk * ctx.region_row if ctx.SWITCH else ctx.region_row
     store_part(ctx, tile.chunk, row, tile.col, tile, rounded(ctx, tile, acc))
-    raise_signal(ctx.link, tile.chunk, _slot_of(ctx, tile))
-
-
-@triton.jit
-def _signal_owners(ctx, tile):
-    # One signal to each owner of a tile's rows. An owner counts the rows of tiles from the one in which its rows begin.
-    tl.debug_barrier()
-    for first in range(0, ctx.link.group.WORLD_SIZE, LANES):
-        ranks, mask, headers = lanes(ctx.link, first)
-        begin = tl.load(ctx.table + ranks, mask=mask, other=0)
-        end = tl.load(ctx.table + ranks + 1, mask=mask, other=0)
-        mask &= (begin < end) & (begin < tile.row + ctx.tiles.BLOCK_M) & (end > tile.row)
-        raise_lanes(
-            ctx.link,
-            headers,
-            _slot_of(ctx, tile) - begin // ctx.tiles.BLOCK_M * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N),
-            mask,
-        )
 
 
 @triton.jit
@@ -140,7 +119,6 @@ def _store_to_owners(ctx, tile, packed, acc):
     base = half(ctx.link, owner, partial.dtype)[:, None]
     places = (ctx.region_row + rows - begin).to(tl.int64)[:, None] * ctx.pitch + cols[None, :]
     tl.store(base + places, partial, mask=(rows < ctx.M)[:, None] & (cols < ctx.b.N[0])[None, :])
-    _signal_owners(ctx, tile)
 
 
 @triton.jit
@@ -150,7 +128,6 @@ def _store_to_all(ctx, tile, packed, acc):
     for i in range(1, ctx.link.group.WORLD_SIZE + 1):
         dst = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
         store_part(ctx, dst, ctx.region_row, tile.col, tile, partial)
-    raise_to_all(ctx.link, _slot_of(ctx, tile), True)
 
 
 @triton.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
@@ -158,9 +135,9 @@ def _matmul_scatter_kernel(
     a, b, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, pitch,
     TO_ALL: tl.constexpr, SWITCH: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
+    """Enter the epoch, multiply, store every tile into its owner's half, and at the end signal every owner.
 
-    TO_ALL: store and signal to all ranks. SWITCH: store into the own half. JOINED: a tile may have several owners.
+    TO_ALL: store to all ranks. SWITCH: store into the own half. JOINED: a tile may have several owners.
     Waits for nothing.
     """
     epoch = begin(group, rank)
@@ -178,6 +155,7 @@ def _matmul_scatter_kernel(
         _store_to_all if TO_ALL else (_store_to_owners if JOINED else _store_to_owner), b.COUNT,
         scaled_term if tiles.SCALES == "rows" and b.COUNT > 1 else None,
     )  # fmt: skip
+    finish(Link(group, rank, epoch, fingerprint, 0), tl.num_programs(0), FIRST_SLOT)
 
 
 class MatmulScatter:
@@ -224,7 +202,8 @@ class MatmulScatter:
                 pitch=self._pitch,
             )
             return started
-        # Not flattened: every tile's signal needs a barrier, and the compiler does not pipeline a loop with a barrier.
+        # Not flattened: the place of a tile would be carried through the next one's contraction, in four instructions
+        # more a step.
         group = channel.groups.get(self._op) or channel.group(self._op)
         blocks = Blocks(len(lefts), lefts[0].device) if len(lefts) > MOST_UNROLLED.value else None
         if blocks is not None and scales is not None:

@@ -2,7 +2,7 @@
 
 - `push_rows` stores rows of a local tensor into a peer's half, PIECE rows at a time, and raises one signal a piece.
 - `wait_for_rows` waits for the pieces that hold some rows, whether these programs or the host's copies fill them.
-- `collect` waits for pieces, or for tiles that a reduction has broadcast, and copies them out of the own arena.
+- `collect` waits for pieces, or for sums that a reduction has broadcast, and copies them out of the own arena.
 
 Rows in an arena are contiguous and `pitch` elements apart, whatever the strides of their source.
 """
@@ -231,11 +231,11 @@ def push(
 @triton.jit(do_not_specialize=["rank", "fingerprint", "first_slot"])
 def _collect_kernel(
     out, table, group, rank, fingerprint: tl.int64, first_slot, region_row, pitch,
-    PER_TILE: tl.constexpr, PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Copy the peers' chunks out of the own arena and leave the epoch, as an op's last kernel.
 
-    Waits for: pieces raised by the peers' `_push_kernel` or after their copies, or with PER_TILE tiles raised by their
+    Waits for: pieces raised by the peers' `_push_kernel` or after their copies, or without pieces (PIECE = 0) their
     `_reduce_kernel`. All are issued before this kernel on every rank.
     """
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
@@ -251,12 +251,11 @@ def _collect_kernel(
         src = (link.rank + i) % link.group.WORLD_SIZE
         first = tl.load(table + src)
         rows = tl.load(table + src + 1) - first
+        if PIECE == 0:
+            ok = wait(link, src, first_slot)
         for index in range(pid, cdiv(rows, BLOCK_M) * num_tiles_n, num_programs):
             row = first + index // num_tiles_n * BLOCK_M
-            # A broadcast tile has a signal of its own; a pushed piece has one for all its columns.
-            if PER_TILE:
-                ok = wait(link, src, first_slot + index)
-            else:
+            if PIECE > 0:
                 end_row = min(row - first + BLOCK_M, rows)
                 ok = wait_for_rows(link, src, row - first, end_row, first_slot, one, 1, PIECE)
             col = index % num_tiles_n * BLOCK_N
@@ -281,15 +280,14 @@ def collect(
     first_slot: int,
     region_row: int,
     pitch: int,
-    per_tile: bool,
     config: Config,
-    piece_rows: int = 0,
+    piece_rows: int,
 ) -> Started | None:
     """Copy the peers' chunks of out [sum(sizes), cols] from row `region_row` of the own half on, and end the epoch.
 
-    Chunks come in tiles with a slot each (`per_tile`), or in pieces of `piece_rows` rows.
+    Chunks come in pieces of `piece_rows` rows with a slot each, or whole (0).
     """
     return launch(_collect_kernel, (config.programs,))(
         rows_of(out), table, channel.group(op), channel.rank, channel.fingerprint, first_slot, region_row, pitch,
-        per_tile, piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
+        piece_rows, config.block_m, config.block_n, strip_of(config), **moving_options(config),
     )  # fmt: skip

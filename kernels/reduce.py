@@ -20,40 +20,19 @@ from .multicast import behind_store, behind_wait, empty_sum, store_to_all, sum_o
 from .operands import outputs_of
 from .prepared import prepares
 from .push import rows_of
-from .signal import FIRST_SLOT, Link, begin, cdiv, half, leave, raise_to_all, wait
+from .signal import FIRST_SLOT, Link, begin, cdiv, finish, half, leave, wait
 
 
 @triton.jit
-def wait_for_parts(link, slot, OWN_IN_PLACE: tl.constexpr):
-    """Wait for all ranks' parts under one slot, without the own part if OWN_IN_PLACE.
+def wait_for_parts(link, slot, WITH_OWN: tl.constexpr):
+    """Wait for the peers' parts under one slot, and for the own part if this kernel makes it (WITH_OWN).
 
     Returns 1, or 0 if a wait was given up.
-    Waits for: tiles or pieces raised by every rank's multiplying or pushing programs, which wait for nothing.
+    Waits for: what every rank's multiplying or pushing programs raise, which wait for nothing.
     """
     ok = 1
-    for src in range(0, link.group.WORLD_SIZE):
-        if OWN_IN_PLACE:
-            if src != link.rank:
-                ok &= wait(link, src, slot)
-        else:
-            ok &= wait(link, src, slot)
-    return ok
-
-
-@triton.jit
-def _wait_for_tiles(link, index, num_tiles_n, num_rows, shift, BLOCK_M: tl.constexpr):
-    # Wait for the tiles that have the rows of tile `index`, if tiles are joined: one, or two, one below the other. The
-    # own rows begin at row `shift` of the first tile.
-    first = index // num_tiles_n
-    last = (shift + min(num_rows, (first + 1) * BLOCK_M) - 1) // BLOCK_M
-    ok = 1
-    # Not `range`, as in `wait_for_rows`.
-    more = 1
-    while more != 0:
-        ok &= wait_for_parts(link, index + FIRST_SLOT, False)
-        index += num_tiles_n
-        first += 1
-        more = (first <= last).to(tl.int32)
+    for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
+        ok &= wait(link, (link.rank + i) % link.group.WORLD_SIZE, slot)
     return ok
 
 
@@ -92,21 +71,20 @@ def tree_of_parts(
     return acc
 
 
-@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot", "shift"])
+@triton.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "region_rows", "result_row", "second_slot"])
 def _reduce_kernel(
     x, out, epilogue, group, rank, fingerprint: tl.int64, num_rows, region_rows, result_row, second_slot, pitch,
-    result_pitch, shift,
-    TREE: tl.constexpr, PER_TILE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr, LAST: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
-    SWITCH: tl.constexpr, JOINED: tl.constexpr,
+    result_pitch, TREE: tl.constexpr, PER_PIECE: tl.constexpr, OWN_IN_PLACE: tl.constexpr, BROADCAST: tl.constexpr,
+    LAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr,
+    SWITCH: tl.constexpr,
 ):  # fmt: skip
     """Sum the regions of the own half into `out`, or with SWITCH this rank's region of all halves.
 
-    BROADCAST: store the sums into the peers' halves too, and signal each tile. LAST: end the epoch. After a broadcast,
-    or if a gather is still to be collected, the collecting kernel ends the epoch. JOINED: tiles may have rows of more
-    than one owner, and the own rows begin at row `shift` of one.
+    BROADCAST: store the sums into the peers' halves too, and signal them at the end. LAST: end the epoch. After a
+    broadcast, or if a gather is still to be collected, the collecting kernel ends the epoch.
 
-    Waits for: pieces or tiles raised by the peers' (and the own) previous kernel of this op, which waits for nothing.
+    Waits for: the peers' previous kernel of this op, which waits for nothing, or with PER_PIECE for its pieces. The own
+    previous kernel has ended.
     """
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = tl.program_id(0)
@@ -122,13 +100,13 @@ def _reduce_kernel(
     num_tiles_n = cdiv(N, BLOCK_N)
     offs_m = tl.arange(0, STRIP)
     offs_n = tl.arange(0, BLOCK_N)
+    if not PER_PIECE:
+        ok = wait_for_parts(link, FIRST_SLOT, False)
     for index in range(pid, cdiv(num_rows, BLOCK_M) * num_tiles_n, num_programs):
         col = index % num_tiles_n * BLOCK_N
         at_n = (col + offs_n).to(tl.int64)[None, :]
-        if JOINED:
-            ok = _wait_for_tiles(link, index, num_tiles_n, num_rows, shift, BLOCK_M)
-        else:
-            ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)
+        if PER_PIECE:
+            ok = wait_for_parts(link, index // num_tiles_n + FIRST_SLOT, False)
         if SWITCH:
             # A name of its own: the compiler knows no alignment of what comes out of the fence.
             summed_col = behind_wait(col, ok)
@@ -158,10 +136,10 @@ def _reduce_kernel(
                 for i in range(1, link.group.WORLD_SIZE):
                     dst = (link.rank + i) % link.group.WORLD_SIZE
                     tl.store(half(link, dst, dtype) + (result_row + at_m) * result_pitch + at_n, result, mask=mask)
-        if BROADCAST:
-            if SWITCH:
-                behind_store()
-            raise_to_all(link, second_slot + index)
+    if BROADCAST:
+        if SWITCH:
+            behind_store()
+        finish(link, num_programs, second_slot)
     if LAST:
         leave(link, num_programs)
 
@@ -175,7 +153,7 @@ def reduce(
     *,
     region_rows: int,
     pitch: int,
-    per_tile: bool,
+    per_piece: bool,
     config: Config,
     own: torch.Tensor | None = None,
     result_row: int | None = None,
@@ -184,23 +162,22 @@ def reduce(
     last: bool = True,
     tree: bool = False,
     switch: bool = False,
-    joined_from: int | None = None,
 ) -> Started | None:
     """Sum W regions of [region_rows, pitch] into out [rows, cols].
 
+    - `per_piece`: parts come in pieces of a tile's rows, with a slot each; else under one slot.
     - `own`: this rank's part [rows, cols], if not in its region.
     - `tree`: regions are float32 subtrees; the number of ranks is a power of two.
     - `switch`: the switch adds this rank's region in the halves of all ranks, this rank included.
-    - `result_row`: the result also goes there in every peer's half, with a signal a tile from `second_slot` on. Its
-      pitch there is `pitch`, or `result_pitch` with `tree`.
+    - `result_row`: the result also goes there in every peer's half, under `second_slot`. Its pitch there is `pitch`, or
+      `result_pitch` with `tree`.
     - `last`: end the epoch, if there is no `result_row`.
-    - `joined_from`: tiles may have rows of several owners, and the own rows begin at this row of all.
     """
     rows = out.shape[0]
     return launch(_reduce_kernel, (config.programs,))(
         rows_of(out if own is None else own), outputs_of(out), epilogue, channel.group(op), channel.rank,
         channel.fingerprint, rows, region_rows, result_row or 0, second_slot, pitch, result_pitch,
-        (joined_from or 0) % config.block_m, tree, per_tile, own is not None,
+        tree, per_piece, own is not None,
         result_row is not None, last and result_row is None, rows % 16 == 0 and out.stride(0) == 1,
-        config.block_m, config.block_n, strip_of(config), switch, joined_from is not None, **moving_options(config),
+        config.block_m, config.block_n, strip_of(config), switch, **moving_options(config),
     )  # fmt: skip

@@ -44,7 +44,7 @@ NUM_OPS = tl.constexpr(16)
 
 # Header words (int32) of an arena. Kernels use only those of their own rank. Hosts read their peers' too.
 EPOCH = tl.constexpr(0)  # the last op that this rank has finished
-ARRIVED = tl.constexpr(1)  # programs of the op's last kernel that have come to `leave`
+ARRIVED = tl.constexpr(1)  # programs of the running kernel that have come to `finish` or `leave`
 BUDGET_MS = tl.constexpr(2)
 WAITING_FOR = tl.constexpr(3)  # 1 + a rank that some program has been waiting for, or 0
 # 0, or 1 + the rank whose signal a wait gave up on, or DIFFERS or OVER. Unless 0, the workspace is not used again.
@@ -348,16 +348,40 @@ def turn(link, num_programs):
 
 
 @triton.jit
+def arrives_last(link, num_programs):
+    """Return whether this program is its kernel's last to arrive; it then sees what all programs have stored before.
+
+    Every program calls this once, at its end.
+    """
+    arrivals = header(link.group, link.rank) + ARRIVED
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    if arrived == num_programs - 1:
+        # No program arrives again before the next kernel.
+        tl.store(arrivals, 0)
+    return arrived == num_programs - 1
+
+
+@triton.jit
+def finish(link, num_programs, slot):
+    """Release everything that all programs of this kernel have stored to every peer, under `slot`.
+
+    Every program calls this once, at its end, if the next kernel on the peers waits for all of it: one fence at system
+    scope for the kernel, none for a tile.
+    """
+    if arrives_last(link, num_programs):
+        raise_to_all(link, slot)
+
+
+@triton.jit
 def leave(link, num_programs):
     """End the op: the last program to arrive waits for every peer's `enter` and advances the epoch.
 
     Every program of an op's last kernel calls this once.
     Waits for: `enter` on every peer.
     """
-    words = header(link.group, link.rank)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(words + ARRIVED, 1, sem="acq_rel", scope="gpu")
-    if arrived == num_programs - 1:
+    if arrives_last(link, num_programs):
+        words = header(link.group, link.rank)
         differs = 0
         for i in range(1, link.group.WORLD_SIZE):
             src = (link.rank + i) % link.group.WORLD_SIZE
@@ -369,7 +393,6 @@ def leave(link, num_programs):
         if differs != 0:
             # Every peer has begun this op or never will: no peer still reads the half that a later op writes.
             tl.atomic_cas(words + GIVEN_UP, DIFFERS, OVER, sem="relaxed", scope="gpu")
-        tl.store(words + ARRIVED, 0)
         tl.store(words + EPOCH, link.epoch)
 
 

@@ -7,11 +7,8 @@ warps that multiply. The hooks are those of `matmul`:
     LOCATE(ctx, index) -> Tile                  place of a tile
     A_CHUNK(ctx, tile, i, packed) -> Operand    i-th chunk of A for a tile, a descriptor; waits for the chunk
     B_CHUNK(ctx, tile, i) -> Columns            columns of B, a descriptor
-    STORE(ctx, share, ring, row, chunk, packed, acc, late) -> late
+    STORE(ctx, share, ring, row, chunk, packed, acc)
                                                 stores a tile that begins at row `row` of C, in a chunk
-    END(ctx, late)                              ends a program's tiles
-
-`late` stands for what a tile leaves to do behind the next tile's contraction, as a TMA store takes a while to be seen.
 
 Each stage has two mbarriers. `full` completes when its copies have arrived, `empty` when both warpgroups have
 multiplied them. A note of the tile lies beside the stage, under the same mbarriers.
@@ -77,6 +74,7 @@ from .signal import (
     LANES,
     SIGNALS,
     Link,
+    arrives_last,
     begin,
     cdiv,
     fingerprint_of,
@@ -168,14 +166,13 @@ def _note(notes, stage):
 
 
 @gluon.jit
-def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr, END: gl.constexpr):
+def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
     STAGES: gl.constexpr = ring.full.shape[0]
     BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
     BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
     BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     step = 0
-    late = share.num_steps * 0 - 1
     for _index in range(share.first, share.end, share.num_programs):
         acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=MMA)
         for k in range(share.num_steps):
@@ -199,9 +196,12 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr, END: gl.constexpr):
         chunk = _note(ring.chunks, last)
         packed = _note(ring.packed, last)
         mbarrier.arrive(ring.empty.index(last))
-        late = STORE(ctx, share, ring, row, chunk, packed, acc, late)
-    END(ctx, late)
-    tma.store_wait(pendings=0)
+        STORE(ctx, share, ring, row, chunk, packed, acc)
+    # Each thread waits for its stores to be seen, not only to have read; Triton before 3.8 has no op for that.
+    zero = share.num_steps * 0
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -252,31 +252,23 @@ def _store_tile(ctx, share, ring, j, N, row, col, left, acc, ok):
 
 
 @gluon.jit
-def _no_end(ctx, late):
-    pass
-
-
-@gluon.jit
-def _store_whole(ctx, share, ring, row, chunk, packed, acc, late):
+def _store_whole(ctx, share, ring, row, chunk, packed, acc):
     col, left, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
     _store_tile(ctx, share, ring, 0, ctx.b.N[0], row, col, left, acc, 1)
-    return late
 
 
 @gluon.jit
-def _store_gathered(ctx, share, ring, row, chunk, packed, acc, late):
+def _store_gathered(ctx, share, ring, row, chunk, packed, acc):
     col, left, ok = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, ctx.chunks.ROWS_ALIGNED)
     if ctx.chunks.ROWS_ALIGNED:
         row = tl.multiple_of(row, 16)
     j, begin = weight_at(ctx, col)
     N = pick(ctx.b.N, j, ctx.b.COUNT)
     _store_tile(ctx, share, ring, j, N, row, col - begin, left, acc, ok)
-    return late
 
 
 @gluon.jit
-def _store_to_owner(ctx, share, ring, row, chunk, packed, acc, late):
-    _signal_late(ctx, late)
+def _store_to_owner(ctx, share, ring, row, chunk, packed, acc):
     col, _, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
     in_chunk = row - tl.load(ctx.table + chunk)
     # The owner's descriptor ends at the region's last row.
@@ -284,20 +276,6 @@ def _store_to_owner(ctx, share, ring, row, chunk, packed, acc, late):
         pick_any(share.outs, chunk, ctx.link.group.WORLD_SIZE), ring.c, ctx.link.epoch & 1, ctx.region_row + in_chunk,
         col, acc,
     )  # fmt: skip
-    # As `_slot_of`.
-    slot = in_chunk // ctx.tiles.BLOCK_M * cdiv(ctx.b.N[0], ctx.tiles.BLOCK_N) + col // ctx.tiles.BLOCK_N + FIRST_SLOT
-    return slot * ctx.link.group.WORLD_SIZE + chunk
-
-
-@gluon.jit
-def _signal_late(ctx, late):
-    # Signal a tile that has been stored to its owner, if there is one: by then the store has ended, or soon will have.
-    if late >= 0:
-        # Each thread waits for its stores to be seen, not only to have read; Triton before 3.8 has no op for that.
-        late = gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [late], dtype=gl.int32, is_pure=False, pack=1
-        )
-        raise_signal(ctx.link, late % ctx.link.group.WORLD_SIZE, late // ctx.link.group.WORLD_SIZE)
 
 
 @gluon.jit
@@ -314,7 +292,6 @@ def pick_any(column, j, COUNT: gl.constexpr):
 def _run(
     ctx, share, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
     A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, STORE: gl.constexpr, NUM_K_CHUNKS: gl.constexpr,
-    END: gl.constexpr = _no_end,
 ):  # fmt: skip
     # a_desc, b_desc: one of the descriptors of each, as all have one block.
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
@@ -338,7 +315,7 @@ def _run(
     ring = Ring(a, b, c, full, empty, rows, chunks, packed)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (ctx, share, ring, STORE, END)),
+            (_multiply_tiles, (ctx, share, ring, STORE)),
             (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, NUM_K_CHUNKS)),
         ],
         [1],
@@ -382,15 +359,22 @@ def _enter(link):
                 fingerprint_of(link, headers, link.rank), fingerprint, mask=dst < link.group.WORLD_SIZE,
                 sem="relaxed", scope="sys",
             )  # fmt: skip
-        tl.debug_barrier()
-        for first in range(0, link.group.WORLD_SIZE, LANES):
-            dst = first + ranks
-            headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
-            gl.atomic_xchg(
-                headers + SIGNALS + ENTRY_SLOT * link.group.WORLD_SIZE + link.rank,
-                gl.full([LANES], link.epoch, gl.int32, LAYOUT),
-                mask=(dst < link.group.WORLD_SIZE) & (dst != link.rank), sem="release", scope="sys",
-            )  # fmt: skip
+        _raise_to_all(link, ENTRY_SLOT)
+
+
+@gluon.jit
+def _raise_to_all(link, slot):
+    # `raise_to_all`, likewise.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    tl.debug_barrier()
+    for first in range(0, link.group.WORLD_SIZE, LANES):
+        dst = first + gl.arange(0, LANES, LAYOUT)
+        headers = gl.load(link.group.peers + dst, mask=dst < link.group.WORLD_SIZE).to(tl.pointer_type(tl.int32))
+        gl.atomic_xchg(
+            headers + SIGNALS + slot * link.group.WORLD_SIZE + link.rank,
+            gl.full([LANES], link.epoch, gl.int32, LAYOUT),
+            mask=(dst < link.group.WORLD_SIZE) & (dst != link.rank), sem="release", scope="sys",
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -467,22 +451,24 @@ def _warp_specialised_scatter_kernel(
     a, b, outs, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Enter the epoch, multiply, store every tile into its owner's half, and signal the tile to the owner.
+    """Enter the epoch, multiply, store every tile into its owner's half, and at the end signal every owner.
 
     outs: a descriptor of this rank's region in each owner's half. Waits for nothing.
     """
-    epoch = begin(group, rank)
+    link = Link(group, rank, begin(group, rank), fingerprint, 0)
     num_programs = gl.num_programs(0)
     if gl.program_id(0) == num_programs - 1:
-        _enter(Link(group, rank, epoch, fingerprint, 0))
+        _enter(link)
     _run(
         Partial(
-            Link(group, rank, epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, None, False, False, 0
+            Link(group, rank, link.epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, None, False, False, 0
         ),
         TileRange(gl.program_id(0), num_programs, num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0),
         a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _store_to_owner, 1,
-        _signal_late,
     )  # fmt: skip
+    # As `finish`.
+    if arrives_last(link, num_programs):
+        _raise_to_all(link, FIRST_SLOT)
 
 
 def refusal(

@@ -85,6 +85,8 @@ def test_float8_rows_that_the_host_copies(op: str) -> None:
 MUTANTS = [
     *((target, "bfloat16", "gather rows", "release at gpu scope") for target in evidence.TARGETS),
     *((target, "bfloat16", "gather rows", "acquire made relaxed") for target in evidence.TARGETS),
+    (90, "bfloat16", "scatter rows", "arrival without release"),
+    (80, "bfloat16", "scatter rows", "arrival without acquire"),
     (90, "bfloat16", "gather rows", "no proxy fence, global"),
     (80, "bfloat16", "gather rows", "cp.async waited for too late"),
     (90, "bfloat16", "matmul two_shot switch", "no proxy fence, aliases"),

@@ -147,6 +147,27 @@ def test_a_program_does_not_wait_for_one_fence_after_another(name: str) -> None:
     assert all(count <= 2 for _, count in counted), counted
 
 
+# Ops whose sum is a kernel behind the one that makes its parts.
+SUMS = (
+    "scatter rows", "scatter rows, joined", "scatter columns", "scatter and gather", "matmul one_shot, split",
+    "matmul two_shot, split", "two_shot", "copied: scatter and gather", "copied: two_shot",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_kernel_signals_once_what_the_next_one_waits_for(name: str) -> None:
+    """No program stands in a fence at system scope after a tile: the next kernel begins behind this one anyway."""
+    with cases.virtual_ranks(3) as ranks, Recorder(ranks[1]) as recorder:
+        kernels = recorder.call(partial(cases.OPS[name], ranks[1], (6, 5, 8)))
+    # The entry and the end, or the end alone.
+    most = {"matmul_scatter": 2, "reduce": 1}
+    found = [kernel for kernel in kernels if kernel.name in most]
+    assert found
+    for kernel in found:
+        slots = {event.slot for events in kernel.programs for event in events if isinstance(event, Raise)}
+        assert len(slots) <= most[kernel.name], (kernel.name, slots)
+
+
 @pytest.mark.parametrize("name", ["matmul one_shot", "matmul two_shot"])
 def test_one_kernel_zeroes_no_counters(name: str) -> None:
     """An op that is captured would zero counters of its own at every replay."""

@@ -40,10 +40,6 @@ from .local import multiply
 from .verbs import Gather, GatherSpec, Operands, Pending, ScatterSpec, ScheduleImpl
 
 
-def num_tiles(rows: int, cols: int, config: Config) -> int:
-    return -(-rows // config.block_m) * -(-cols // config.block_n)
-
-
 class Fused(ScheduleImpl):
     """`verbs.ScheduleImpl` with persistent kernels.
 
@@ -147,8 +143,6 @@ class FusedGather(Gather):
         # A rank without columns of C has pieces of as many rows as the others.
         shape = (rows_of_tiles, result) if result or kinds else ()
         self.config = config = on.configure(*shape, chunks=chunks)
-        # Sums are sent tile by tile, with a signal each.
-        self._per_tile = sums
         # Whether rows travel while another kernel multiplies terms of a sum.
         self._beside = bool(on.task.terms) and not sums
         # The number of products in the kernel that gathers. If it is 0, the library multiplies what `collect` gathers.
@@ -157,8 +151,9 @@ class FusedGather(Gather):
         rows = self.shape[0] if dim == 0 else on.world_size * other
         cols = packed_bytes(cols, blocks=on.task.in_blocks) if float8 else cols
         row_bytes = cols * dtype.itemsize
-        piece = 0 if self._per_tile else producers.piece_rows(row_bytes, config)
-        slots = num_tiles(most_rows, cols, config) if self._per_tile else -(-most_rows // piece)
+        # Sums have one signal for all of a rank's.
+        piece = 0 if sums else producers.piece_rows(row_bytes, config)
+        slots = 1 if sums else -(-most_rows // piece)
         self.region = on.layout.region(rows, cols, dtype, slots=slots, piece=piece)
         # Row of a half at which this rank's rows begin.
         self.row = self.region.row + (self.begins[on.rank] if dim == 0 else on.rank * other)
@@ -206,8 +201,7 @@ class FusedGather(Gather):
         transport.settle(ws)
         collect(
             ws.channel(), self._on.task.op.number, out, ws.table(self.sizes), first_slot=self.region.slot,
-            region_row=self.region.row, pitch=self.region.pitch, per_tile=self._per_tile, config=self.config,
-            piece_rows=self.region.piece,
+            region_row=self.region.row, pitch=self.region.pitch, config=self.config, piece_rows=self.region.piece,
         )  # fmt: skip
 
 
@@ -279,33 +273,33 @@ class FusedScatter:
         sizes, other, dim, multiplies, to_all = what
         self._on, self._ws, self._sizes, self._other, self._dim = on, on.ws, sizes, other, dim
         self._to_all, self._multiplies = to_all, multiplies
-        self._begin = begin = sum(sizes[: on.rank])
+        begin = sum(sizes[: on.rank])
         self._part = slice(0, None) if to_all else slice(begin, begin + sizes[on.rank])
         self._region_rows = max(sizes)
         # Subtrees are not rounded.
         self._tree = bool(on.task.leaves)
         self._switch = on.in_switch
         multiplied_in = on.task.multiplied_in if on.task.float8 else on.task.dtype_name
-        self._joined = multiplies and not (to_all or self._tree or self._switch) and producers.joins(
+        joined = multiplies and not (to_all or self._tree or self._switch) and producers.joins(
             on.ws, "scatter", sum(sizes), other, multiplied_in
         )  # fmt: skip
         rows, chunks = self._region_rows, 1 if to_all else on.world_size
-        if self._joined:
+        if joined:
             rows, chunks = producers.joined_shape(sum(sizes))
         # A one-shot sum's tile goes to all ranks, and a joined tile's elements may have an address each: a narrow tile
         # leaves registers for addresses.
-        narrow = to_all or (self._joined and other % 16 != 0)
+        narrow = to_all or (joined and other % 16 != 0)
         shape = (rows, 0 if narrow else other) if multiplies else ()
         self._config = config = on.configure(*shape, chunks=chunks)
-        # Joined tiles cut this rank's rows where other ranks' rows begin.
-        slots = num_tiles(self._region_rows + (config.block_m if self._joined else 0), other, config)
+        # A kernel that multiplies has one signal for all of its tiles.
         piece = 0 if multiplies else config.block_m
+        slots = 1 if multiplies else -(-self._region_rows // piece)
         dtype = torch.float32 if self._tree else on.task.dtype
         self._region = on.layout.region(on.world_size * self._region_rows, other, dtype, slots=slots, piece=piece)
         self._launch = MatmulScatter(
             on.task.op.number, sizes, region_rows=self._region_rows, pitch=self._region.pitch, to_all=to_all,
             config=config, scales=on.scales, leaves=on.task.leaves // on.world_size,
-            switch=self._switch, joined=self._joined,
+            switch=self._switch, joined=joined,
         )  # fmt: skip
 
     def multiply(self, terms: Sequence[tuple[Matrix, Matrix]]) -> None:
@@ -363,12 +357,12 @@ class FusedScatter:
         reduce(
             self._ws.channel(), self._on.task.op.number, out,
             epilogue_of([epilogue], per_row=self._dim == 1), region_rows=self._region_rows,
-            pitch=self._region.pitch, per_tile=self._multiplies, config=self._config,
+            pitch=self._region.pitch, per_piece=not self._multiplies, config=self._config,
             own=None if own is None or self._switch else own[self._part],
             result_row=None if gather is None else gather.row,
             result_pitch=None if gather is None or not self._tree else gather.region.pitch,
             second_slot=0 if gather is None else gather.region.slot, last=last, tree=self._tree,
-            switch=self._switch, joined_from=self._begin if self._joined else None,
+            switch=self._switch,
         )  # fmt: skip
 
 
@@ -386,7 +380,7 @@ class FusedRing:
         rows, cols = task.moved
         self._sizes = task.sizes or even_sizes(rows, on.world_size)
         self._config = config = on.configure()
-        most = num_tiles(max(self._sizes), cols, config)
+        most = -(-max(self._sizes) // config.block_m) * -(-cols // config.block_n)
         region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
         self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 

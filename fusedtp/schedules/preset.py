@@ -24,7 +24,7 @@ from ..op import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from ..scaled import Matrix, Quantized, pack_into, packed_bytes
 from ..shards import offsets
 from ..workspaces import clock
-from .fused import num_tiles, scales_of
+from .fused import scales_of
 from .producer import piece_rows
 
 # Not the first rank, so that own chunks do not begin at 0.
@@ -169,7 +169,7 @@ def scattered(
     M, N, dtype, world_size = a.shape[0], b.shape[1], a.dtype, len(sizes)
     region_rows, layout = M if to_all else max(sizes), Layout()
     config = config or config_for(a.device, _data(a).dtype, region_rows, 0 if to_all else N)
-    region = layout.region(world_size * region_rows, N, dtype, slots=num_tiles(region_rows, N, config))
+    region = layout.region(world_size * region_rows, N, dtype, slots=1)
     arenas = Arenas(a.device, world_size, layout, rank)
     op, at = MATMUL_ALL_REDUCE if to_all else MATMUL_REDUCE_SCATTER, table(a.device, sizes)
     scales = None

@@ -65,7 +65,7 @@ def _of(module: str, kernel: str = "", **usual: Any) -> Callable[..., Variant]:
 
 
 def _variants() -> list[Variant]:
-    # Raised: the entry, and pieces or tiles. Waited for: they.
+    # Raised: the entry, and pieces, tiles or the end of a kernel. Waited for: they.
     multiplied = _of("matmul", multiplies=True)
     gathered = _of("gather_matmul", multiplies=True, waits=2, raises=2)
     scattered = _of("matmul_scatter", multiplies=True, raises=2)
@@ -76,7 +76,7 @@ def _variants() -> list[Variant]:
     contraction = gather | {"CONTRACTION": True}
     push, scatter = {"SCATTER": False, "WITH_OWN": False}, {"TO_ALL": False}
     push_own = push | {"SCATTER": True, "WITH_OWN": True}
-    reduce = {"PER_ROW": False, "PER_TILE": True, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
+    reduce = {"PER_ROW": False, "PER_PIECE": False, "OWN_IN_PLACE": False, "BROADCAST": False, "LAST": True,
         "TREE": False}  # fmt: skip
     ring = {"REDUCE": True, "GATHER": True}
     # What is `split` pushes in a kernel before, the own shard too: every tile waits.
@@ -90,7 +90,7 @@ def _variants() -> list[Variant]:
     in_one = {"TO_ALL": False, "PER_ROW": False, "LAST": True, "SPLITS": 1}
     # A quarter of a tile's rows, the least that a piece has.
     in_pieces = {"PIECE": 32}
-    own_alone = {"OWN_IN_PLACE": True, "PER_TILE": False, "BIAS": False}
+    own_alone = {"OWN_IN_PLACE": True, "PER_PIECE": True, "BIAS": False}
     return [
         multiplied("matmul", {"PER_ROW": False}),
         multiplied("matmul transposed", {"PER_ROW": True}, transposed=True),
@@ -142,12 +142,11 @@ def _variants() -> list[Variant]:
         gathered("gather rows, to all at once", gather | switch),
         gathered("gather contraction, to all at once", contraction | switch),
         pushed("push in pieces", push | in_pieces),
-        collected("collect pieces", {"PER_TILE": False}),
-        collected("collect pieces of a quarter", in_pieces | {"PER_TILE": False}),
-        collected("collect tiles", {"PER_TILE": True}),
+        collected("collect pieces", {}),
+        collected("collect pieces of a quarter", in_pieces),
+        collected("collect sums", {"PIECE": 0}),
         reduced("reduce", reduce),
         reduced("reduce pieces and broadcast", reduce | own_alone | broadcast, waits=1, raises=1),
-        reduced("reduce, joined", reduce | {"JOINED": True}),
         reduced("reduce transposed", reduce | {"PER_ROW": True}, transposed=True),
         reduced("reduce, residual", reduce, adds=True),
         reduced("reduce in the switch, and broadcast", reduce | switch | broadcast, waits=1, raises=1, adds=True),

@@ -136,8 +136,10 @@ def atomics(built: Built) -> None:
     # An op's last kernel counts arrivals, and may report a peer that means another op, and again that the op is over.
     ends = 1 if variant.flags.get("LAST") or variant.flags.get("STEP") == "leave" else 0
     ends += variant.name.startswith(("collect", "ring"))
-    # As do the programs that share a tile.
-    ends += variant.flags.get("SPLITS", 1) > 1
+    # As do the programs of a kernel that signals at its end, and those that share a tile.
+    shares = variant.flags.get("SPLITS", 1) > 1
+    arrivals = ends + shares + (variant.module == "matmul_scatter" or variant.flags.get("BROADCAST", False))
+    ends += shares
     # A wait looks once, then in a loop, there at the entry too; it may take the entry back and report, both released
     # too. The compiler makes copies of it, each with a report of its own, which has two compare-and-swaps.
     swaps = code.count(r"^(?:@!?%p\d+ )?(atom\.\S*\.cas|global_atomic_cmpswap)")
@@ -158,24 +160,27 @@ def atomics(built: Built) -> None:
         assert code.count(r"^buffer_inv sc1") == len(narrow), "a signal for the own device only"
         # Triton 3.6 orders a compare-and-swap that is to be relaxed, that of the flag of a wait which was given up.
         narrow = [i for i in narrow if not _next_atomic(code, i).startswith("global_atomic_cmpswap")]
-    assert len(narrow) == ends, "arrivals lost, or a signal for the own device only"
+    assert len(narrow) == arrivals, "arrivals lost, or a signal for the own device only"
     assert acquired >= looks, f"{acquired} acquires for {copies} waits"
     assert released >= releases, f"{released} releases for {variant.raises} signals and {variant.waits} waits"
     assert (acquired > 0, released > 0) == (looks > 0, releases > 0), "ordered atomics that the source has not"
 
 
 def releases(built: Built) -> None:
-    """Between a program's last store of data and the signal that releases it lies a barrier of all its threads."""
+    """Between a program's last store of data and the signal or arrival that releases it lies a barrier."""
     if not VARIANTS[built.case.variant].raises or VARIANTS[built.case.variant].module == "steps":
         return
     # Where nothing waits, single words are scales.
     single = built.case.is_float8 and not built.case.blocks and not VARIANTS[built.case.variant].multiplies
     if _is_ptx(built):
-        store, release = r"\bst\.global\.(v\d|b16)|\bmultimem\.st", r"\.release\.exch"
+        store, release = r"\bst\.global\.(v\d|b16)|\bmultimem\.st", r"\.release\.exch|gpu\.acq_rel\.add"
         barrier = r"\bbar\.sync|\bbarrier\.sync"
         store += r"|\bst\.global\.b32" if single else ""
     else:
         store, barrier, release = r"^global_store_(dwordx|short)", r"^s_barrier", r"^buffer_wbl2 sc0 sc1"
+        if VARIANTS[built.case.variant].module == "matmul_scatter":
+            # Arrivals. With Triton 3.6 those who wait have more of this scope.
+            release += r"|^buffer_wbl2 sc1"
         store += r"|^global_store_dword\b" if single else ""
     if single:
         scales = built.ordered.matching(store.rpartition("|")[2])
@@ -222,13 +227,16 @@ def acquires(built: Built) -> None:
     if case.variant.startswith("gather"):
         assert not code.reaches(store, load, without=look), "the next tile's load before its acquire"
         return
-    # Strips of a tile, and the parts of a sum, are loaded without a further wait.
+    if case.variant == "reduce":
+        # One wait for all tiles.
+        return
+    # Strips of a tile are loaded without a further wait.
     loads, looks, turns = set(code.matching(load)), set(code.matching(look)), 0
     for head, body in loops(code):
         if body & loads and body & looks:
             assert not code.leads([head], load, look), "the next tile's load before its acquire"
         turns += bool(body & loads) and not body & looks
-    assert turns <= (2 if case.variant == "reduce" else 1), "tiles that do not wait"
+    assert turns <= 1, "tiles that do not wait"
 
 
 def aliases(built: Built) -> None:

@@ -226,7 +226,7 @@ class _Call:
     def collect(self) -> None:
         self.of("push").collect(
             self.channel, OP, self.result(self.rows), self.table, first_slot=5, region_row=self.rows, pitch=self.pitch,
-            per_tile=self.flags["PER_TILE"], config=self.config, piece_rows=self.piece,
+            config=self.config, piece_rows=self.piece,
         )  # fmt: skip
 
     def reduce(self) -> None:
@@ -234,9 +234,9 @@ class _Call:
         broadcast, pitch = self.flags["BROADCAST"], pitch_of(self.cols, self.dtype)
         self.of("reduce").reduce(
             self.channel, OP, out, self.epilogue(out), region_rows=self.rows, pitch=self.sums_pitch,
-            per_tile=self.flags["PER_TILE"], config=self.config, own=own if self.flags["OWN_IN_PLACE"] else None,
+            per_piece=self.flags["PER_PIECE"], config=self.config, own=own if self.flags["OWN_IN_PLACE"] else None,
             result_row=0 if broadcast else None, result_pitch=pitch if broadcast and tree else None, tree=tree,
-            switch=self.switch, joined_from=0 if self.flags.get("JOINED") else None,
+            switch=self.switch,
         )  # fmt: skip
 
     def ring(self) -> None:

@@ -71,9 +71,8 @@ _ENTERS = (_by("scatter", "sm_90"), Case("push", "sm_80"), Case("push", "gfx942"
 _SPLIT = tuple(_by("gather rows, split", target) for target in ("sm_80", "sm_90", "gfx942"))
 _SCATTER = tuple(_by("scatter", target) for target in ("sm_90", "gfx942"))
 _TURNED = tuple(_by("gather rows transposed", target) for target in ("sm_80", "sm_90"))
-_PARTS = (
-    "            ok = wait_for_parts(link, (index if PER_TILE else index // num_tiles_n) + FIRST_SLOT, OWN_IN_PLACE)\n"
-)
+_PARTS = "        ok = wait_for_parts(link, FIRST_SLOT, False)\n"
+_PUSHES = (Case("push", "sm_90"), Case("push", "gfx942"))
 _IN_SWITCH = (
     _by("all-reduce in one, in the switch", "sm_90", "few columns"),
     Case("reduce in the switch, and broadcast", "sm_100", shape="few columns"),
@@ -111,11 +110,19 @@ MUTANTS = (
         (("epilogue", "COLS * 4 <=", "COLS * 2 <="),),
     ),
     Mutant(
-        "no barrier before the release", checks.releases, _SCATTER,
+        "no barrier before the release", checks.releases, _PUSHES,
         (("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),),
     ),
     Mutant(
-        "the barrier before the stores", checks.releases, (Case("push", "sm_90"), Case("push", "gfx942")),
+        "no barrier before an arrival", checks.releases, _SCATTER,
+        (("signal", "    tl.debug_barrier()\n    arrived =", "    arrived ="),),
+    ),
+    Mutant(
+        "no signal at the end", checks.atomics, _SCATTER,
+        (("signal", "    if arrives_last(link, num_programs):\n        raise_to_all(link, slot)", "    pass"),),
+    ),
+    Mutant(
+        "the barrier before the stores", checks.releases, _PUSHES,
         (
             ("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),
             ("push", "        row = piece * PIECE\n", "        row = piece * PIECE\n        tl.debug_barrier()\n"),
@@ -123,8 +130,8 @@ MUTANTS = (
     ),
     Mutant(
         "a signal for the own device only", checks.atomics, _SCATTER,
-        (("signal", 'tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")',
-            'tl.atomic_xchg(signal, link.epoch, sem="release", scope="gpu")'),),
+        (("signal", 'tl.atomic_xchg(signals, link.epoch, mask=mask, sem="release", scope="sys")',
+            'tl.atomic_xchg(signals, link.epoch, mask=mask, sem="release", scope="gpu")'),),
     ),
     Mutant(
         "a poll on the own device only", checks.atomics, _SPLIT,
@@ -137,7 +144,7 @@ MUTANTS = (
             'tl.atomic_add(signal, 0, sem="relaxed", scope="sys")'),),
     ),
     Mutant(
-        "no signal", checks.atomics, (_by("scatter", "sm_90"), Case("push", "gfx942")),
+        "no signal", checks.atomics, _PUSHES,
         (("signal", '    tl.atomic_xchg(signal, link.epoch, sem="release", scope="sys")', "    pass"),),
     ),
     Mutant(
@@ -150,8 +157,8 @@ MUTANTS = (
     Mutant(
         "the wait after the load", checks.acquires, (Case("reduce", "sm_90"), Case("reduce", "gfx942")),
         (
-            ("reduce", _PARTS, "            ok = 1\n"),
-            ("reduce", "            result = apply(", f"{_PARTS}            result = apply("),
+            ("reduce", _PARTS, "        ok = 1\n"),
+            ("reduce", "            result = apply(", f"    {_PARTS}            result = apply("),
         ),
     ),
     Mutant(

@@ -43,7 +43,12 @@ class Wait(NamedTuple):
 
 
 class Arrive(NamedTuple):
-    """One program of the op's last kernel has finished; only the last program to arrive goes on."""
+    """One program of a kernel has finished; only the last program to arrive goes on.
+
+    ordered: what the programs did before is done for the last one, as far as a barrier is behind it.
+    """
+
+    ordered: bool
 
 
 class Advance(NamedTuple):

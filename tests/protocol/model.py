@@ -100,6 +100,8 @@ class _Program:
         self.access_need = self.need = need
         self.commits = self._raised = self._unordered = 0
         self.windows: list[Window] = []
+        # Windows of other programs, which this one's releases close too.
+        self.seen: list[Window] = []
         self._current: dict[bool, Window] = {}
         self._segment = 0
         self.fenced = True
@@ -145,8 +147,9 @@ class _Program:
         bit = self._model.commit(name, need, "signal", word=word, epoch=event.epoch)
         self.commits |= bit
         self._unordered |= bit
-        for window in self.windows:
-            if event.release and window.segment < self._segment and not window.closers & need:
+        behind = [window for window in self.windows if window.segment < self._segment] + self.seen
+        for window in behind:
+            if event.release and not window.closers & need:
                 window.closers |= bit
 
 
@@ -225,11 +228,13 @@ def _add_kernel(model: Model, key: tuple[int, int, int], kernel: Kernel, start: 
         inside |= program.commits | begin
         ended.append(program.need)
         need |= program.need
-    # The last program to arrive leaves, as in the recording, whichever program that is.
+    # The last program to arrive goes on, as in the recording, whichever program that is.
     if any(tails):
         if any(tails[:-1]):
             model.faults.append(f"{title}: a program that is not the last to arrive leaves")
         tail = _Program(model, f"{title} leaving", (*key, -1), kernel, need)
+        if all(event.ordered for events in kernel.programs for event in events if isinstance(event, Arrive)):
+            tail.seen = list(windows)
         tail.walk(tails[-1])
         inside |= tail.commits
         windows += tail.windows

@@ -47,13 +47,15 @@ def _edit(owner: Any, name: str, old: str, new: str) -> tuple[Edit, ...]:
     return (Edit(owner, name, old, new),)
 
 
+_FINISH = "    finish(Link(group, rank, epoch, fingerprint, 0), tl.num_programs(0), FIRST_SLOT)"
+
 MUTANTS = (
     Mutant(
         "no barrier before the release", "gather rows",
         _edit(signal, "raise_signal", "tl.debug_barrier()", "pass"), says="is read",
     ),
     Mutant(
-        "relaxed signal", "scatter rows",
+        "relaxed signal", "gather rows",
         _edit(signal, "raise_signal", 'sem="release"', 'sem="relaxed"'), says="is read",
     ),
     Mutant(
@@ -148,13 +150,32 @@ MUTANTS = (
         sizes=(3, 0),
     ),
     Mutant(
-        "signal to the first owner of a tile", "scatter rows, joined",
-        _edit(matmul_scatter, "_signal_owners", "mask &= (begin < end)", "mask &= (begin == 0) & (begin < end)"),
-        says="deadlock",
+        "every program signals its own end", "scatter rows",
+        _edit(signal, "finish", "if arrives_last(link, num_programs):", "if num_programs > 0:"), says="is read",
     ),
     Mutant(
-        "waits for the first tile of its rows", "scatter rows, joined",
-        _edit(reduce, "_wait_for_tiles", "last = ", "last = first if True else "), sizes=(1, 3), says="is read",
+        "arrivals that order nothing", "scatter rows, joined",
+        _edit(signal, "arrives_last", 'sem="acq_rel"', 'sem="relaxed"'), says="is read",
+    ),
+    Mutant(
+        "no barrier before an arrival", "scatter rows",
+        _edit(signal, "arrives_last", "tl.debug_barrier()", "pass"), says="arrives without a barrier",
+    ),
+    Mutant(
+        "signals before the tiles", "matmul one_shot, split",
+        (
+            Edit(matmul_scatter, "_matmul_scatter_kernel", _FINISH, "    pass"),
+            Edit(matmul_scatter, "_matmul_scatter_kernel", "    matmul_tiles(", f"{_FINISH}\n    matmul_tiles("),
+        ),
+        says="not the last to arrive",
+    ),
+    Mutant(
+        "a sum that waits for one peer", "scatter rows",
+        _edit(reduce, "wait_for_parts", "link.group.WORLD_SIZE):", "2):"), sizes=(2, 1, 1), says="is read",
+    ),
+    Mutant(
+        "a collector that does not wait for sums", "two_shot",
+        _edit(push, "_collect_kernel", "ok = wait(link, src, first_slot)", "ok = one"), says="is read",
     ),
     Mutant(
         "nobody enters", "ring reduce_scatter", _edit(signal, "enter", "+ GIVEN_UP) == 0", "+ GIVEN_UP) != 0"),
@@ -188,7 +209,10 @@ MUTANTS = (
     ),
     Mutant(
         "the first to arrive leaves", "scatter rows",
-        _edit(signal, "leave", "arrived == num_programs - 1", "arrived == 0"), says="not the last to arrive",
+        _edit(
+            signal, "arrives_last", "return arrived == num_programs - 1", "return arrived == 0"
+        ),
+        says="not the last to arrive",
     ),
     Mutant(
         "waits for the first piece of a tile", "gather rows, in pieces",

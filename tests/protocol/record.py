@@ -298,7 +298,7 @@ class Recorder:
                 return result
             result = atomic_rmw(self, op, ptr, val, mask, sem, scope)
             if word == signal.ARRIVED.value and owner == recorder.rank:
-                recorder.add(Arrive())
+                recorder.add(Arrive(acquires and releases))
             elif op == ir.ATOMIC_OP.XCHG:
                 # One lane for each rank, or one for all.
                 for owner, offset in places:

@@ -109,15 +109,15 @@ EQUIVALENT = (
     (r"no barrier", r"raise_to_all < enter\b", "before an entry a fingerprint is stored, by the same thread"),
     (r"release", r"(_give_up|_report)\b", "nothing is stored before an entry that is taken back, and here the host "
      "reads a report when the kernel has ended"),
-    (r"arrival", r"leave\b", "what the last arrival is followed by touches the rank's own header only; all else is "
-     "there for who comes next as the kernel has ended"),
+    (r"arrival", r"arrives_last < leave\b", "what the last arrival is followed by touches the rank's own header only; "
+     "all else is there for who comes next as the kernel has ended"),
     (r"acquire", r"leave\b|^_entered_otherwise\b", "behind an entry fingerprints are read, by strong loads, and "
      "those of the machine read the newest value: it cannot show what this one is for"),
-    (r"mask of a store", r"^(wait|leave|turn|_give_up)\b", "every thread would store the same value"),
+    (r"mask of a store", r"^(wait|arrives_last|leave|turn|_give_up)\b", "every thread would store the same value"),
     (r"wgmma waited", r"^matmul_tiles\b", "behind the loop over tiles none is under way: each tile's are waited for "
      "before it is rounded"),
     (r"mask of a load", r"", "what is read beyond the mask is in the same operand or arena, and is never stored"),
-    (r"no barrier", r"^(?!raise_signal|raise_to_all|_signal_owners)", "between it and the barriers beside it no two "
+    (r"no barrier", r"^(?!raise_signal|raise_to_all|arrives_last)", "between it and the barriers beside it no two "
      "warps touch the same shared memory, and nothing is released: the checks see every access"),
 )  # fmt: skip
 

@@ -197,6 +197,20 @@ static void schedule(const Plan *plan) {
       }
     }
     happen();
+    if (C->done == C->num_warps) {
+      // What it has stored may be under way for a while. The next kernel of a stream begins when all CTAs of this one
+      // have ended, and sees what they did.
+      if (!chance(.0002)) continue;
+      Launch *launch = C->launch;
+      drain_all(C);
+      resident[ci] = resident[--num_resident];
+      finish(C);
+      C = NULL; W = NULL;
+      launch->left--;
+      fill(plan, ranks);
+      idle = held = 0;
+      continue;
+    }
     if (++idle > 200000) fail("deadlock: nobody can run");
     if (!W->live || W->waiting) continue;
     // Who polls in vain has fewer turns: nothing else changes until others run.
@@ -206,16 +220,6 @@ static void schedule(const Plan *plan) {
     for (int n = 1 + (int)(rnd() % quantum); n && W->live && !W->waiting && !yields; n--) step();
     idle = held = 0;
     if (plan->num_clocks && chance(plan->tick)) tick_clocks(plan);
-    if (C->done == C->num_warps) {
-      // The next kernel of a stream begins when all CTAs of this one have ended, and sees what they did.
-      Launch *launch = C->launch;
-      drain_all(C);
-      resident[ci] = resident[--num_resident];
-      finish(C);
-      C = NULL; W = NULL;
-      launch->left--;
-      fill(plan, ranks);
-    }
     if (executed > plan->limit) fail("not finished after %llu instructions", (unsigned long long)executed);
     // Others may run in other processes: the kernel's own budget ends its waits.
     if (shared_with_others && executed - progress_at > 100000) nanosleep(&(struct timespec){0, 200000}, NULL);
