@@ -314,11 +314,8 @@ def wait(link, src, slot, ENDS: tl.constexpr = -1):
 @triton.jit
 def or_nan(x, ok):
     """Return x, or NaN everywhere if `ok` is 0, which means that a wait was given up."""
-    # The interpreter has no constant in bfloat16.
-    if _INTERPRETED:
-        return tl.where(ok != 0, x, tl.full((), float("nan"), tl.float32).to(x.dtype))
-    else:
-        return tl.where(ok != 0, x, float("nan"))
+    # The interpreter has no constant in bfloat16, nor the compiler one in float8.
+    return tl.where(ok != 0, x, tl.cast(float("nan"), tl.float32).to(x.dtype))
 
 
 @triton.jit
