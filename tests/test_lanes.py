@@ -370,6 +370,9 @@ def test_a_stream_writes_and_waits_by_the_driver() -> None:
         assert waiting.is_alive()
     driver.write(0, address, 3 + signal.LEAD.value)
     waiting.result()
+    many = torch.zeros(2 * 600, dtype=torch.int32)
+    driver.write_all(0, range(many.data_ptr(), many.data_ptr() + 8 * 600, 8), -7)
+    assert many.view(600, 2).tolist() == [[-7, 0]] * 600
 
 
 def test_at_most_two_ops_of_a_stream_are_in_flight() -> None:

@@ -19,6 +19,7 @@ from fusedtp.calls.bound import BoundTask
 from fusedtp.cost import hardware, overlap
 from fusedtp.cost.work import Work
 from fusedtp.kernels.configs import Config, compiled_config
+from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.signal import SIGNALS
 from fusedtp.schedules import producer
 from fusedtp.workspaces import steps
@@ -134,26 +135,41 @@ def test_late_programs_are_those_that_find_no_room(rank: Workspace) -> None:
 
 
 def test_what_a_stream_is_told_to_write(rank: Workspace) -> None:
-    """torch gets the peer's header, flat and unsigned, the offset of this rank's word, and the wrapped value."""
-    written = []
+    """The driver gets the addresses of this rank's words in the peer's header, and the epoch: all in one call."""
+    written: list[tuple[int, list[int], int]] = []
+    told = mock.Mock(write_all=lambda stream, addresses, value: written.append((stream, [*addresses], value)))
     rank._host_epoch = -5
     with (
         mock.patch.object(rank, "device", torch.device("cuda")),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
-        mock.patch.object(torch.ops, "symm_mem", mock.Mock(stream_write_value32_=lambda *a: written.append(a))),
+        mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(cuda_stream=9)),
+        mock.patch.object(steps, "driver", return_value=told),
     ):
         device_steps = DeviceSteps(rank)
         with mock.patch.object(steps, "step"):
             device_steps.enter("all_gather")
-        device_steps.write(0, 7)
-    ((words, offset, value),) = written
-    assert (words.dtype, words.dim(), words.is_contiguous()) == (torch.uint32, 1, True)
-    assert words.data_ptr() == rank.addresses[0]
-    assert offset == SIGNALS.value + 7 * 2 + 1
-    assert value == 2**32 - 4
-    # Torch has an operator of that name with these arguments.
-    schema = torch.ops.symm_mem.stream_write_value32_.default._schema
-    assert [argument.name for argument in schema.arguments] == ["input", "offset", "val"]
+        device_steps.write(0, 7, 3)
+    first = rank.addresses[0] + 4 * (SIGNALS.value + 7 * 2 + 1)
+    assert written == [(9, [first, first + 8, first + 16], -4)]
+
+
+@pytest.mark.parametrize("cols", [16, 4096])
+def test_a_copy_is_followed_by_one_call_for_its_signals(rank: Workspace, cols: int) -> None:
+    """Two calls of the driver a part, however many pieces with a slot each it has."""
+    x, piece = torch.zeros(3000, cols), 32
+    region = Layout().region(3000, cols, x.dtype, slots=-(-3000 // piece), piece=piece)
+    written: list[tuple[int, int]] = []
+    told = mock.Mock(epoch=1, write=lambda dst, slot, count: written.append((slot, count)))
+    with (
+        mock.patch.multiple(producer, COPY_BYTES=1 << 20, travelling=mock.MagicMock()),
+        mock.patch.object(rank, "steps", told),
+        mock.patch.object(rank, "view", lambda dst, epoch, begin, shape, dtype: torch.empty(shape, dtype=dtype)),
+    ):
+        producer._copy(rank, "all_gather", x, (3000, 3000), 0, region, False, False)
+        part = producer.part_rows(cols * 4, piece)
+    assert len(written) == -(-3000 // part) < -(-3000 // piece)
+    slots = [slot + i for slot, count in written for i in range(count)]
+    assert slots == [region.slot + i for i in range(-(-3000 // piece))]
 
 
 def test_pieces_and_parts() -> None:

@@ -99,6 +99,8 @@ MULTICAST = "multicast"
 # A shard is copied in parts of about this size, each with its own start. On an H20 (`hardware`) a part reaches 0.80 of
 # an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
+# Microseconds in which the host issues a part: a copy, and one call of the driver for its signals. Assumed.
+PART_US = 10.0
 # GB/s that one pushing program sends: 32 KB at a time, which take 0.8 us to load and 0.3 us to store at 64 bytes a
 # clock. Assumed.
 PUSHER_GBPS = 30
@@ -444,13 +446,14 @@ class Model:
 
     @property
     def copied(self) -> float:
-        """Return the time of a gather by copies, which start anew for each part and peer.
+        """Return the time of a gather by copies, which start anew for each part and peer, as the host issues them.
 
         They need a kernel before and one after the matmul's.
         """
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
         parts = max(1, share // COPY_BYTES)
         hop = parts * machine.copy_start_us + share / (machine.link(n) * machine.copy_fraction)
+        hop = max(hop, parts * PART_US)
         return self._arriving(2 * machine.launch_us + self.wait, hop) + machine.launch_us
 
     def _arriving(self, begin: float, hop: float, pushers: int = 0) -> float:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -170,6 +170,8 @@ class Driver:
     _HIP_ACCESS, _HIP_NATIVE_ATOMICS = 1, 2
     # CUstreamCaptureStatus and CUstreamUpdateCaptureDependencies_flags, the same in HIP.
     _CAPTURE_IS_ACTIVE, _SET_DEPENDENCIES = 1, 1
+    # CUstreamBatchMemOpType, and the most operations of a call: less than 256 (cuda.h).
+    _WRITE_VALUE_32, _MOST_IN_BATCH = 2, 255
     # CUcomputemode
     MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 
@@ -227,6 +229,13 @@ class Driver:
         """Let a stream write an int32 after its earlier work, which is then visible to all devices and the host."""
         self._call("cuStreamWriteValue32_v2", *self._word(stream, address, value), 0)
 
+    def write_all(self, stream: int, addresses: Sequence[int], value: int) -> None:
+        """Let a stream write an int32 to each address, as `write` does: one call for up to `_MOST_IN_BATCH`."""
+        for first in range(0, len(addresses), self._MOST_IN_BATCH):
+            some = addresses[first : first + self._MOST_IN_BATCH]
+            writes = (_Write * len(some))(*(_Write(self._WRITE_VALUE_32, each, value % 2**32) for each in some))
+            self._call("cuStreamBatchMemOp_v2", ctypes.c_void_p(stream), ctypes.c_uint(len(some)), writes, 0)
+
     def wait(self, stream: int, address: int, value: int) -> None:
         """Hold a stream until the int32 at `address` is `value` or later, by the sign of their difference."""
         self._call("cuStreamWaitValue32_v2", *self._word(stream, address, value), 0)
@@ -255,6 +264,14 @@ class Driver:
         """Let a node of a graph follow the nodes `before` too."""
         (begins, count), (ends, _) = _nodes(before), _nodes([node] * len(before))
         self._call_either("GraphAddDependencies", ctypes.c_void_p(graph), begins, ends, count)
+
+
+class _Write(ctypes.Structure):
+    # CUstreamBatchMemOpParams of a write, without flags: a union of 48 bytes.
+    _fields_: ClassVar = [
+        ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint), ("rest", ctypes.c_uint64 * 2),
+    ]  # fmt: skip
 
 
 def _nodes(nodes: Sequence[int]) -> tuple[Any, ctypes.c_size_t]:

@@ -6,8 +6,9 @@ takes no SM: before the kernel that waits, the host issues copies, each followed
 stream. Rows travel in pieces with a slot each, the same for all producers, so a rank chooses by itself: the cost model
 compares the time that pushing programs take from the matmul with the start of each copy.
 
-The stream itself writes the signals after copies (`DeviceSteps.write`). A kernel that signals could wait forever for
-room on an SM while kernels that wait for peers hold all SMs.
+The stream itself writes the signals after a copy, by one call of the driver for all pieces of the copy
+(`DeviceSteps.write`). A kernel that signals could wait forever for room on an SM while kernels that wait for peers hold
+all SMs.
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ def _copy(
             if cols:
                 view = ws.view(dst, steps.epoch, (dst_row + begin) * row_bytes, (end - begin, pitch), x.dtype)
                 view.copy_(x[first + begin : first + end])
-            for slot in range(begin // piece, -(-end // piece)):
-                steps.write(dst, region.slot + slot)
+            first_piece = begin // piece
+            steps.write(dst, region.slot + first_piece, -(-end // piece) - first_piece)
 
     if with_own:
         send(ws.rank)

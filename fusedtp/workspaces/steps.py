@@ -22,6 +22,7 @@ from ..kernels.steps import step
 from ..op import OPS
 from . import clock
 from .agreement import Fingerprints
+from .streams import driver
 from .words import (
     PLAIN,
     fingerprint_place,
@@ -77,7 +78,6 @@ class DeviceEpochs(Epochs, Protocol):
     data: Tensor
 
     def channel(self) -> Channel: ...
-    def signal_words(self, peer: int) -> Tensor: ...
 
 
 class HostSteps:
@@ -119,8 +119,10 @@ class HostSteps:
         else:
             store_release(self._signals[dst] + slot * self._step, self.epoch)
 
-    # The host has one way to signal.
-    write = signal
+    def write(self, dst: int, slot: int, count: int) -> None:
+        """Signal `count` slots of rank `dst`, from `slot` on."""
+        for each in range(slot, slot + count):
+            self.signal(dst, each)
 
     def wait(self, src: int, slot: int) -> None:
         """Wait until rank `src` has raised `slot`. Raises PeerTimeout."""
@@ -238,15 +240,22 @@ class DeviceSteps:
         """Signal `slot` of rank `dst`. The signal releases this stream's earlier stores."""
         step(self._ws.channel(), OPS[self.op].number, "signal", dst, slot)
 
-    def write(self, dst: int, slot: int) -> None:
-        """Signal by a stream memory operation, which needs no SM.
+    def write(self, dst: int, slot: int, count: int) -> None:
+        """Signal `count` slots of rank `dst`, from `slot` on, by stream memory operations, which need no SM.
 
-        torch uses cuStreamWriteValue32, which fences the stream's earlier work at system scope (CUDA driver API,
-        "Stream Memory Operations").
+        One call of the driver for all. Each operation fences the stream's earlier work at system scope (CUDA driver
+        API, "Stream Memory Operations").
         """
-        word = signal.SIGNALS.value + slot * self._ws.world_size + self._ws.rank
-        words = self._ws.signal_words(dst)
-        torch.ops.symm_mem.stream_write_value32_(words, word, self.epoch % 2**32)
+        first = self._ws.addresses[dst] + 4 * self._word(slot, self._ws.rank)
+        step = 4 * self._ws.world_size
+        driver().write_all(self._stream(), range(first, first + count * step, step), self.epoch)
+
+    def _stream(self) -> int:
+        handle: int = torch.cuda.current_stream(self._ws.device).cuda_stream
+        return handle
+
+    def _word(self, slot: int, source: int) -> int:
+        return _SIGNALS + slot * self._ws.world_size + source
 
     def wait(self, src: int, slot: int) -> None:
         """Hold this stream until rank `src` has raised `slot`."""

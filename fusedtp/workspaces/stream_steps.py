@@ -62,18 +62,9 @@ class StreamSteps(DeviceSteps):
         # Hold the stream until a word of this rank's header is `value` or later.
         driver().wait(self._stream(), self._ws.addresses[self._ws.rank] + 4 * word, value)
 
-    def _stream(self) -> int:
-        handle: int = torch.cuda.current_stream(self._ws.device).cuda_stream
-        return handle
-
-    def _word(self, slot: int, source: int) -> int:
-        return _SIGNALS + slot * self._ws.world_size + source
-
     def signal(self, dst: int, slot: int) -> None:
         """Signal `slot` of rank `dst`. The signal releases this stream's earlier stores."""
         self._write(dst, self._word(slot, self._ws.rank), self.epoch)
-
-    write = signal
 
     def wait(self, src: int, slot: int) -> None:
         """Hold this stream until rank `src` has raised `slot`."""

@@ -380,11 +380,6 @@ class Workspace(Failing):
             torch.cuda.synchronize(self.device)
         self._check()
 
-    def signal_words(self, peer: int) -> Tensor:
-        """Return rank `peer`'s header as flat uint32, for torch's stream memory operations."""
-        assert self._arena is not None
-        return self._arena.tensors[peer][: self.data_offset].view(torch.uint32)
-
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of waits, from the next op on."""
         self.seconds, self._budget_ms = seconds, math.ceil(seconds * 1000)

@@ -47,6 +47,7 @@ def _edit(owner: Any, name: str, old: str, new: str) -> tuple[Edit, ...]:
     return (Edit(owner, name, old, new),)
 
 
+_WRITES = "steps.write(dst, region.slot + first_piece, -(-end // piece) - first_piece)"
 _FINISH = "    finish(Link(group, rank, epoch, fingerprint, 0), tl.num_programs(0), FIRST_SLOT)"
 
 MUTANTS = (
@@ -234,11 +235,10 @@ MUTANTS = (
     Mutant(
         "signal before the copy", "copied: gather rows",
         (
-            Edit(producer, "_copy", "steps.write(dst, region.slot + slot)", "pass"),
+            Edit(producer, "_copy", _WRITES, "pass"),
             Edit(
                 producer, "_copy", "            if cols:\n",
-                "            for slot in range(begin // piece, -(-end // piece)):\n"
-                "                steps.write(dst, region.slot + slot)\n            if cols:\n",
+                f"            first_piece = begin // piece\n            {_WRITES}\n            if cols:\n",
             ),
         ),
         says="is read",
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "one signal for all pieces of a copy", "copied: gather rows",
-        _edit(producer, "_copy", "-(-end // piece))", "begin // piece + 1)"), says="deadlock",
+        _edit(producer, "_copy", "-(-end // piece) - first_piece)", "1)"), says="deadlock",
     ),
     Mutant(
         "copies to the half before", "copied: gather rows",

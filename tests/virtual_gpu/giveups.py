@@ -159,9 +159,10 @@ def lost(
     schedule = replace(schedule, tick=schedule.tick or 0.0003)
     write, written = HostSteps.write, itertools.count(schedule.seed)
 
-    def sometimes(steps: HostSteps, dst: int, slot: int) -> None:
-        if steps._ws.rank != odd or next(written) % step:
-            write(steps, dst, slot)
+    def sometimes(steps: HostSteps, dst: int, slot: int, count: int) -> None:
+        for each in range(slot, slot + count):
+            if steps._ws.rank != odd or next(written) % step:
+                write(steps, dst, each, 1)
 
     with virtual_ranks(
         world_size, seconds=BUDGET_MS / 1000, clock_ms=_CLOCK_MS, programs=programs_of(schedule)

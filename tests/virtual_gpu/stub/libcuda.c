@@ -403,6 +403,15 @@ CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr address, cuuint32_t v
   return CUDA_SUCCESS;
 }
 
+CUresult cuStreamBatchMemOp(CUstream stream, unsigned count, CUstreamBatchMemOpParams *ops, unsigned flags) {
+  if (!count || count > 255 || flags) return CUDA_ERROR_INVALID_VALUE;
+  for (unsigned i = 0; i < count; i++) {
+    if (ops[i].operation != CU_STREAM_MEM_OP_WRITE_VALUE_32) return CUDA_ERROR_NOT_SUPPORTED;
+    cuStreamWriteValue32(stream, ops[i].writeValue.address, ops[i].writeValue.value, ops[i].writeValue.flags);
+  }
+  return CUDA_SUCCESS;
+}
+
 // Work on a stream is done at once: its thread waits here, as for the stream's later work.
 CUresult cuStreamWaitValue32(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
   struct timespec pause = {0, 50000};
