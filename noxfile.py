@@ -23,8 +23,8 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "docs", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
-# Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in
-# alphabetical order, which starts the longest test, the emulated kernels, early. Timings are not for such a run.
+# Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in the
+# order of tests/conftest.py, the longest first. Timings are not for such a run.
 IN_THREE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 TESTS = (*IN_THREE, "--benchmark-disable", "-m", "not offline")
 
@@ -227,6 +227,7 @@ def soak(session: nox.Session) -> None:
             "test_plan_simulated.py",
             "test_bytes.py", "test_float8_compiled.py", "test_float8_layers.py", "test_lora.py", "test_meaning.py",
             "test_notation.py", "test_tree_order.py", "test_tree_decoder.py", "test_any_order.py",
+            "test_bench_layers.py", "test_rows.py",
         )  # fmt: skip
         session.run("pytest", *(f"tests/{file}" for file in files), env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 

@@ -180,22 +180,29 @@ class ForkServer:
 # Servers that stay while unused, inside `kept`, and the largest number of them.
 _kept: list[ForkServer] | None = None
 _MOST_KEPT = 3
+# Modules that a server imports beside those that every rank needs, separated by blanks.
+PRELOAD = "FUSEDTP_PRELOAD"
+_preload = ""
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def kept(preload: str = "") -> Iterator[None]:
     """Keep servers for the next pool with the same environment, for a process that makes many pools.
 
     Only servers of the main thread are kept, as others would end with their thread.
+
+    preload: names of modules that servers import once for all their ranks, separated by blanks, unless the pool's
+    environment has FUSEDTP_PRELOAD.
     """
-    global _kept
-    before, _kept = _kept, []
+    global _kept, _preload
+    before = _kept, _preload
+    _kept, _preload = [], preload
     try:
         yield
     finally:
         for server in _kept:
             server.close()
-        _kept = before
+        _kept, _preload = before
 
 
 def server_for(env: Mapping[str, str]) -> ForkServer:
@@ -439,9 +446,10 @@ class RankPool:
         if self._ranks is None:
             one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
             # gloo would pick its interface by resolving the host's name.
-            env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
-            # Differs between tests, and would prevent reuse of a server.
-            env.pop("PYTEST_CURRENT_TEST", None)
+            env = {PRELOAD: _preload, **os.environ, "GLOO_SOCKET_IFNAME": "lo", **one_thread, **self.env}
+            # They differ between tests, which would prevent reuse of a server, and ranks do not read them.
+            for name in ("PYTEST_CURRENT_TEST", "COLUMNS"):
+                env.pop(name, None)
             if self._server is None or not self._server.serves(env):
                 self.close()
                 # Finalizers also run at interpreter exit, the last one first.

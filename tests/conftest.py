@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.rank_main import load_module
-from fusedtp.bench.ranks import RankError, RankPool, StartedCall, kept
+from fusedtp.bench.ranks import PRELOAD, RankError, RankPool, StartedCall, kept
 from fusedtp.bench.store import Measurement
 
 # The package and the tests are compiled to bytecode once, not by every rank and command: images may set the variable.
@@ -34,6 +34,18 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 # Run torch's CUDA code over the stub of a GPU: `nox -s virtual_gpu`.
 if "GPU_STUB_DEVICES" not in os.environ:
     collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
+
+# The files that take longest begin first: a process has a whole file at a time, and none should end long after the
+# others. Without Triton's cache, the emulated kernels take minutes.
+LONGEST = (
+    "test_emulated.py", "test_options.py", "test_trainer.py", "test_decoders.py", "test_drop_in.py",
+    "test_float8_layers.py", "test_lora.py", "test_compile.py", "test_tree_order.py", "test_guide.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 def poison(group: ProcessGroup | None = None, package: str = fusedtp.__file__) -> None:
@@ -70,6 +82,13 @@ class PoisonedPool(RankPool):
         return super().start(fn, *args, world_size=world_size)
 
 
+# What tests import in every rank is imported once, by the process that forks the ranks.
+IN_RANKS = (
+    "pytest", "hypothesis", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx",
+    "triton.experimental.gluon.nvidia.hopper", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _poisoned_parent() -> None:
     torch.set_num_threads(1)
@@ -79,7 +98,7 @@ def _poisoned_parent() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers() -> Iterator[None]:
     """Keep fork servers that have imported torch; each environment has one server for all pools."""
-    with kept():
+    with kept(os.environ.get(PRELOAD, " ".join(IN_RANKS))):
         yield
 
 
@@ -87,10 +106,7 @@ def _fork_servers() -> Iterator[None]:
 def pool() -> Iterator[RankPool]:
     """Start four ranks for the first test that asks; `world_size=` of a call takes the first few ranks."""
     # DTensor makes thousands of all-gathers before the last test; two workers would not always survive them.
-    # What tests import in every rank is imported once, by the process that forks the ranks.
-    imported = os.environ.get("FUSEDTP_PRELOAD", "torch._dynamo transformers.models.llama.modeling_llama")
-    env = {"FUSEDTP_PRELOAD": imported}
-    with PoisonedPool(4, env=env, timeout=300, gloo_workers=1) as ranks:
+    with PoisonedPool(4, timeout=300, gloo_workers=1) as ranks:
         PoisonedPool.shared = ranks
         yield ranks
         PoisonedPool.shared = None

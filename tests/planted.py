@@ -68,6 +68,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("kernels: what loads for a capture starts", "kernels/loading.py", "before, _mode.only_loading = _mode.only_loading, True", "before, _mode.only_loading = _mode.only_loading, False", "test_loading.py -k capture"),
     ("kernels: a prepared launch for another alignment", "kernels/prepared.py", "key += x.dtype, x.shape, x.stride(), x.data_ptr() % 16", "key += x.dtype, x.shape, x.stride()", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_launch.py -k like_calls"),
     ("interpreter: ties are rounded up", "kernels/interpreter.py", "(0x7FFF + ((bits >> 16) & 1))", "0x8000", "test_interpreter.py"),
+    ("interpreter: the library adds up a product", "kernels/interpreter.py", "_in_order(wide[0], wide[1], acc.data)", "wide[0] @ wide[1] + acc.data", "test_tree_order.py -k any_processor"),
     ("kernels: the interpreter as Triton has it", "kernels/__init__.py", "        prepare()\n", "        pass\n", "test_interpreter.py"),
     # Protocol and workspaces.
     ("protocol: kernels never disagree", "kernels/signal.py", "(theirs != link.fingerprint.to(tl.int64))", "(theirs != theirs)", "test_meaning.py"),
@@ -260,6 +261,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("peers: an older NCCL runs", "bench/peers.py", "    if version < NEEDS:\n", "    if False:\n", "test_providers.py"),
     ("peers: the other contraction", "bench/peers.py", "contraction = case.N if case.kind == \"gather\" else case.K", "contraction = case.K if case.kind == \"gather\" else case.N", "test_providers.py"),
     ("peers: lengths of the whole", "bench/peers.py", "(case.K, case.N // n) if case.kind == \"gather\"", "(case.K, case.N) if case.kind == \"gather\"", "test_providers.py"),
+    ("ranks: every pool starts a server", "bench/ranks.py", "next((each for each in _kept if each.serves(env)), None)", "None", "test_ranks.py -k share_what_is_kept"),
     ("ranks: a wait status is no exit status", "bench/rank_main.py", "str(os.waitstatus_to_exitcode(status))", "str(status)", "test_ranks.py -k dying"),
     ("ranks: the signal of another", "bench/ranks.py", "if code < 0 else f\"exited with status {code}\"", "if code < -9 else f\"exited with status {code}\"", "test_ranks.py"),
     ("ratios: under is over", "bench/ratios.py", "median(mine / its for mine", "median(its / mine for mine", "test_tracked.py test_regress.py"),

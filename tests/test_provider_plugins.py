@@ -13,6 +13,7 @@ import pytest
 
 from fusedtp.bench import providers, report, store, sweep
 from fusedtp.bench.cases import OPS, Case
+from fusedtp.bench.ranks import PRELOAD
 
 from .command import command
 
@@ -117,6 +118,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {"gone": "gone_module:PROVIDER", "async_tp": "faulty:WRONG"}
     distribution(tmp_path, "faulty", FAULTY_ENTRIES | others, faulty=FAULTY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    # The ranks' fork server is for this test alone.
+    monkeypatch.setenv(PRELOAD, "")
     monkeypatch.syspath_prepend(tmp_path)
 
 

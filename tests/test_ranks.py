@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +202,7 @@ def test_only_module_level_functions(two):
 def nothing_kept(monkeypatch):
     """Run without the fork server that the tests' fixture keeps."""
     monkeypatch.setattr(rank_pool, "_kept", None)
+    monkeypatch.setattr(rank_pool, "_preload", "")
 
 
 def test_close_leaves_nothing(two, nothing_kept):
@@ -222,7 +224,7 @@ def test_close_leaves_nothing(two, nothing_kept):
 
 
 def test_start_up_failure_is_told():
-    env = {"GLOO_SOCKET_IFNAME": "no-such-interface"}
+    env = {"GLOO_SOCKET_IFNAME": "no-such-interface", rank_pool.PRELOAD: ""}
     with RankPool(1, timeout=20, env=env) as pool, pytest.raises(RankError, match=r"rank 0 \(starting\) raised"):
         pool.run(summed, Point(0))
 
@@ -268,15 +270,23 @@ def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kep
     assert running([server, other]) == []
 
 
-def test_pools_share_what_is_kept():
-    with rank_pool.kept():
+def has_imported(group, name):
+    return name in sys.modules
+
+
+def test_pools_share_what_is_kept(monkeypatch):
+    """Also the modules that it has imported, and at any width of the terminal."""
+    with rank_pool.kept("zipapp"):
         with RankPool(1, timeout=20) as pool:
             (server,) = pool.run(forked_from)
+            assert pool.run(has_imported, "zipapp") == [True]
+        monkeypatch.setenv("COLUMNS", "77")
         with RankPool(1, timeout=20) as pool, RankPool(2, timeout=20) as other:
             assert pool.run(forked_from) + other.run(forked_from) == [server] * 3
-        env = {"FUSEDTP_OTHER": "1"}
+        env = {rank_pool.PRELOAD: ""}
         with RankPool(1, timeout=20, env=env) as pool:
             assert pool.run(forked_from) != [server]
+            assert pool.run(has_imported, "zipapp") == [False]
     assert running([server]) == []
 
 
