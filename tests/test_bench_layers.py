@@ -29,6 +29,7 @@ from fusedtp.machine import describe
 
 from . import generated
 from .command import command, folded
+from .harness import spread
 
 CPU = torch.device("cpu")
 # Small sizes with all lengths different; one of q, k and v has one row for each rank.
@@ -63,8 +64,7 @@ def verdicts(group: ProcessGroup, op: str, dtype: str) -> dict[tuple[str, str], 
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op", SIZES)
+@pytest.mark.parametrize(("op", "dtype"), spread(list(SIZES), ["float32", "bfloat16"]))
 def test_every_variant_is_right_in_the_gate_and_in_timed_rounds(pool: RankPool, op: str, dtype: str) -> None:
     """The inputs change between rounds."""
     first, second = pool.run(verdicts, op, dtype, world_size=2)
@@ -108,8 +108,7 @@ def planted(group: ProcessGroup, op: str, wrong: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("wrong", ["element", "kept"])
-@pytest.mark.parametrize("op", SIZES)
+@pytest.mark.parametrize(("op", "wrong"), spread(list(SIZES), ["element", "kept"]))
 def test_one_wrong_element_or_a_kept_result_is_refused(pool: RankPool, op: str, wrong: str) -> None:
     for said in pool.run(planted, op, wrong, world_size=2):
         assert said

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, library
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
@@ -351,50 +350,44 @@ for how in (("fake", True), ("fake", False), ("gloo", True)):
 """
 
 
+def dry_run(group: ProcessGroup) -> None:
+    """Run a script that makes its own process groups in this process, which is no rank any more."""
+    dist.destroy_process_group()
+    exec(compile(DRY_RUN, "dry run", "exec"), {"__name__": "dry_run"})
+
+
 def test_a_dry_run_has_the_shapes() -> None:
     """One process acts as a rank of four with torch's backend "fake", or with fake tensors."""
-    done = subprocess.run([sys.executable, "-P", "-c", DRY_RUN], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with RankPool(1, timeout=100) as ranks:
+        ranks.run(dry_run)
 
 
-IN_SEVERAL_PROCESSES = """
-import sys
+def in_a_process(group: ProcessGroup, activations: Sequence[str], cache: str) -> int:
+    """Compare compiled calls with eager ones, and return the number of graphs that the cache on disk had."""
+    from torch._dynamo.utils import counters
 
-import torch
-import torch.distributed as dist
-from torch._dynamo.utils import counters
+    def of(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda x, w: fusedtp.all_gather_linear(x, w, activation=activation)
 
-import fusedtp
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-torch.manual_seed(0)
-x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
-
-
-def of(activation):
-    return lambda x, w: fusedtp.all_gather_linear(x, w, activation=activation)
-
-
-for activation in sys.argv[1:]:
-    call, results = of(activation), []
-    for each in (call, torch.compile(call, fullgraph=True)):
-        y = each(x, w)
-        results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
-    torch.testing.assert_close(*results)
-print(counters["aot_autograd"]["autograd_cache_hit"])
-"""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
+    for activation in activations:
+        call, results = of(activation), []
+        with few_kernels():
+            for each in (call, torch.compile(call, fullgraph=True)):
+                y = each(x, w)
+                results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+        torch.testing.assert_close(*results)
+    return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def test_a_graph_from_the_cache_on_disk_has_the_settings_that_it_was_compiled_with(tmp_path: Path) -> None:
     """The second process makes the same calls in the other order, by the first one's graphs, and compares gradients."""
     hits = []
     for activations in (("silu", "gelu"), ("gelu", "silu")):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", IN_SEVERAL_PROCESSES, *activations], capture_output=True, text=True,
-            check=False, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        hits.append(int(done.stdout))
+        with RankPool(1, timeout=100) as ranks:
+            hits += ranks.run(in_a_process, activations, str(tmp_path))
     assert hits == [0, 2]
 
 

@@ -167,7 +167,7 @@ def test_a_traceback_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, m
     assert "LookupError: " in said
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(max_size=40), is_terminal=st.booleans())
 def test_no_text_is_obeyed(text: str, is_terminal: bool) -> None:
     class File(StringIO):
@@ -291,11 +291,8 @@ def test_closed_descriptors_are_not_taken_by_files(tmp_path: Path) -> None:
         bash = ["bash", "-c", script, "bash", sys.executable, *more]
         return subprocess.run(bash, capture_output=True, text=True, cwd=tmp_path, timeout=120)
 
-    for closing, status, said in (
-        (">&-", 1, "cannot write to standard output: it is closed\n"), ("| true", 128 + signal.SIGPIPE, "")
-    ):  # fmt: skip
-        done = ran(f'"$1" -m fusedtp predict --list {closing}; exit ${{PIPESTATUS[0]}}')
-        assert (done.returncode, done.stderr) == (status, said)
+    done = ran('"$1" -m fusedtp predict --list >&-')
+    assert (done.returncode, done.stderr) == (1, "cannot write to standard output: it is closed\n")
     # What a library prints to a descriptor would land in the file that has taken its place.
     looks = "import os; from fusedtp.bench.output import streams\nwith streams(): print(*map(os.readlink, FDS))"
     looks = looks.replace("FDS", "[f'/proc/self/fd/{fd}' for fd in (0, 2)]")

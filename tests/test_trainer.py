@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-STEPS, SAVED = 20, 10
+STEPS, SAVED = 8, 4
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def started_by_torchrun(group: ProcessGroup) -> Iterator[None]:
         yield
 
 
-def data(length: int = 2 * STEPS + 4) -> list[dict[str, Any]]:
+def data(length: int = 44) -> list[dict[str, Any]]:
     tokens = torch.randint(3, VOCABULARY, (length, 9), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": each, "labels": each} for each in tokens]
 
