@@ -94,6 +94,11 @@ def _captured(op: Any, args: Any, kwargs: Any, given: list[tuple[Tensor, Tensor]
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
     made, made_tree = tree_flatten(op(*meta_args, **meta_kwargs))
+    for place, meta in enumerate(metas):
+        # An `out` that was empty.
+        if isinstance(meta, Tensor) and meta.shape != leaves[place].shape:
+            leaves[place] = _on_host(owns[id(meta)].resize_(meta.shape))
+    args, kwargs = tree_unflatten(leaves, tree)
     outs = [
         each if not isinstance(each, Tensor) else owns.get(id(each))
         if id(each) in owns else torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
