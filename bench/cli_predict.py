@@ -56,9 +56,7 @@ def predict(
         str, typer.Option(help="rank; any: NVLink's switch adds; tree, tree-16: the same bits on any number of ranks.")
     ] = "rank",
     csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV, with all columns.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw time over M, and the speed-up by M and ranks, as this PNG.")
-    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw time over M as this PNG.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="Show the ops and the hardware with its sources.")] = False,
 ) -> None:
     """Predict an op's time by each schedule.
@@ -120,8 +118,6 @@ def draw(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]
     """Save the picture of predictions."""
     import pandas as pd
 
-    from fusedtp.choose.tuning import MODEL_ERROR
-
     from . import figures, theme
 
     lines = [
@@ -132,7 +128,7 @@ def draw(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]
     first = predictions[0]
     title = f"{first.op}, {first.work.dtype}, {first.hardware}, predicted"
     with theme.style():
-        theme.save(figures.predicted(pd.DataFrame(lines), title, MODEL_ERROR), path)
+        theme.save(figures.predicted(pd.DataFrame(lines), title), path)
 
 
 def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, int]], in_us: bool) -> CellTable:

@@ -146,7 +146,8 @@ def time_curves(frame: pd.DataFrame) -> Any:
         for axis, size in zip(axes[:, across], sizes, strict=True):
             axis.set_title(f"{matmul}, {ranks(size)}", fontsize=8.5)
             if (panel := members[members["world_size"] == size]).empty:
-                theme.not_measured(axis)
+                middle = {"ha": "center", "va": "center", "color": theme.colour("muted")}
+                axis.text(0.5, 0.5, "not measured", transform=axis.transAxes, **middle)
             else:
                 _curves(axis, panel)
         theme.log_scale(axis, "x")
@@ -183,31 +184,6 @@ def _curves(axis: Any, panel: pd.DataFrame) -> None:
             if len(line) == 1:
                 axis.vlines(x, low, high, color=paint, linewidth=2.5, alpha=0.35, zorder=1)
             axis.plot(x, median, label=f"{variant} (20-80 %)", markersize=4, linewidth=1.4, zorder=3, **style)
-
-
-# Colours saturate at this ratio and at its inverse.
-_FULL = np.log(2.0)
-_SHADES = ("#c96412", "#f6f6f4", "#0b5ca3")
-
-
-def _cells(axis: Any, speedups: Any, known: Any, height: float) -> None:
-    """Draw a map of speed-ups, a line a row; those that are not `known` to differ from 1 have a ~, on white."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    axis.spines[:].set_visible(False)
-    axis.tick_params(length=0)
-    depth = np.log(speedups).where(known, 0.0).where(speedups.notna())
-    edges = [np.arange(length + 1) - 0.5 for length in reversed(depth.shape)]
-    shades = LinearSegmentedColormap.from_list("speed-up", _SHADES)
-    axis.pcolormesh(*edges, np.ma.masked_invalid(depth), cmap=shades, vmin=-_FULL, vmax=_FULL)
-    for (down, across), speedup in np.ndenumerate(speedups):
-        sure, strong = known.iloc[down, across], abs(depth.iloc[down, across]) > 0.62 * _FULL
-        text = "-" if np.isnan(speedup) else f"{'' if sure else '~'}{speedup:.2f}"
-        paint = theme.colour("on-bar" if strong else "ink")
-        axis.text(across, down, text, color=paint, ha="center", va="center_baseline", fontsize=7)
-    theme.named_lines(axis, dict(enumerate(speedups.index)), height)
-    axis.set_ylim(height - 0.5, -0.5)
-    axis.set_xticks(range(speedups.shape[1]), list(speedups.columns))
 
 
 _RANK_COLOURS = ("decomposed", "peer-1", "peer-2", "fused", "auto", "peer-3")
@@ -316,38 +292,30 @@ def fast_curve(frame: pd.DataFrame) -> Any:
     return drawn
 
 
-def predicted(lines: pd.DataFrame, title: str, least: float) -> Any:
-    """Return the picture of predictions, a row for each N x K: time over M, and a map of speed-ups by M and ranks.
+def predicted(lines: pd.DataFrame, title: str) -> Any:
+    """Return the picture of predictions, time over M, a panel for each N x K.
 
-    lines: columns M, N, K, ranks, unfused_us, best_us, bound_us. The map is drawn for several M and ranks; up to
-    `least` a speed-up has a ~.
+    lines: columns M, N, K, ranks, unfused_us, best_us, bound_us.
     """
     from matplotlib.lines import Line2D
 
     groups = list(parts(lines, "N", "K"))
-    has_map = lines["M"].nunique() > 1 and lines["ranks"].nunique() > 1
-    drawn, axes = theme.panels([10] * len(groups), 1 + has_map, line=0.24, row=0.5)
+    drawn, axes = theme.panels([1] * len(groups), 1, line=2.4, row=0.5)
     colours = dict(zip(sorted(set(lines["ranks"])), itertools.cycle(_RANK_COLOURS), strict=False))
     styles: dict[str, tuple[str, Any]] = {
         "unfused_us": ("unfused", "--"), "best_us": ("the fastest", "-"), "bound_us": ("bound", ":")
     }  # fmt: skip
-    for (left, *right), ((N, K), members) in zip(axes, groups, strict=True):
-        left.set_title(f"N = {N}, K = {K}")
+    for axis, ((N, K), members) in zip(axes[:, 0], groups, strict=True):
+        axis.set_title(f"N = {N}, K = {K}")
         for (num_ranks,), line in parts(members.sort_values("M"), "ranks"):
             for name, (_, dashes) in styles.items():
                 marker = "." if name == "best_us" else ""
                 paint = theme.colour(colours[num_ranks])
-                left.plot(line["M"], line[name], linestyle=dashes, marker=marker, color=paint, linewidth=1.2)
-        theme.log_scale(left, "x")
-        theme.log_scale(left, "y")
-        left.grid()
-        left.set(xlabel="M, rows of all ranks", ylabel="time, us")
-        for axis in right:
-            ratios = members.assign(speedup=members["unfused_us"] / members["best_us"])
-            speedups = ratios.pivot_table(index="M", columns="ranks", values="speedup")
-            _cells(axis, speedups, speedups.gt(least), len(speedups))
-            axis.set_title(f"speed-up over unfused, by M and ranks; ~: up to {least}")
-            axis.set_xlabel("ranks")
+                axis.plot(line["M"], line[name], linestyle=dashes, marker=marker, color=paint, linewidth=1.2)
+        theme.log_scale(axis, "x")
+        theme.log_scale(axis, "y")
+        axis.grid()
+        axis.set(xlabel="M, rows of all ranks", ylabel="time, us")
     handles = {ranks(size): Line2D([], [], color=theme.colour(name)) for size, name in colours.items()}
     handles |= {text: Line2D([], [], linestyle=dashes, color=theme.colour("ink")) for text, dashes in styles.values()}
     theme.legend(drawn, handles, title=title, alignment="left", ncols=min(7, len(handles)))

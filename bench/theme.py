@@ -125,12 +125,6 @@ def log_scale(axes: Any, which: str, unit: str = "") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}{unit}"))
 
 
-def not_measured(axes: Any) -> None:
-    """Write "not measured" in the middle of an empty panel."""
-    style = {"ha": "center", "va": "center", "color": colour("muted")}
-    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, **style)
-
-
 def legend(figure: Any, handles: Mapping[str, Any] | None = None, **options: Any) -> None:
     """Draw the legend above all panels, each label once: of `handles` (artists, or kinds of bars), or of the panels."""
     from matplotlib.patches import Patch

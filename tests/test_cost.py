@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 from fusedtp import cost
 from fusedtp.bench import theme
 from fusedtp.bench.cli import app
-from fusedtp.choose.tuning import MODEL_ERROR
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu
 from fusedtp.kernels import configs
@@ -410,14 +409,12 @@ def test_the_picture_has_every_prediction(tmp_path: Path) -> None:
         for M in (512, 1024, 2048)
         for ranks in (4, 8)
     }
-    left, right = drawn[0].axes
+    (axes,) = drawn[0].axes
     want = [
         [getattr(of[M, ranks], name) for M in (512, 1024, 2048)]
         for ranks in (4, 8) for name in ("unfused_us", "best_us", "bound_us")
     ]  # fmt: skip
-    assert [list(line.get_ydata()) for line in left.lines] == want
-    cells = [f"{'' if each.speedup > MODEL_ERROR else '~'}{each.speedup:.2f}" for each in of.values()]
-    assert [text.get_text() for text in right.texts] == cells
+    assert [list(line.get_ydata()) for line in axes.lines] == want
 
 
 @pytest.mark.parametrize(
