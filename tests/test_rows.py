@@ -199,7 +199,7 @@ def many(group: ProcessGroup, schedule: str, count: int) -> dict[str, tuple[int,
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_new_rows_leave_nothing_behind(pool: RankPool, schedule: str) -> None:
-    assert pool.run(many, schedule, 16 if schedule == "fused" and not LARGE else 150, world_size=2) == [{}, {}]
+    assert pool.run(many, schedule, 10 if schedule == "fused" and not LARGE else 150, world_size=2) == [{}, {}]
 
 
 def shared(group: ProcessGroup) -> None:

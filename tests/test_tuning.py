@@ -26,7 +26,7 @@ from fusedtp.bench.cli import app
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.intervals import Timing, noisy
 from fusedtp.bench.jobs import Job
-from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.ranks import PRELOAD, RankPool
 from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
 from fusedtp.choose import tuning
@@ -312,6 +312,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "CPU_SHAPES", dict.fromkeys(OPS, ((32, 24, 16), (64, 64, 64))))
     monkeypatch.setattr(tune, "COLLECTIVE_SHAPES", ((16, 16), (512, 512)))
     monkeypatch.setenv("FUSEDTP_TUNING", str(target))
+    # The ranks' fork server is for this test alone.
+    monkeypatch.setenv(PRELOAD, "")
     run = CliRunner().invoke
     assert "there is no" in run(app, ["tune", "--show"]).output.replace("\n", " ")
     assert run(app, ["predict", "all_reduce", "--hardware", "here"]).exit_code == 2
