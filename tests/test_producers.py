@@ -185,6 +185,15 @@ def test_pieces_and_parts() -> None:
         assert overlap.COPY_BYTES <= part * row_bytes < overlap.COPY_BYTES + piece * row_bytes
 
 
+def test_copies_travel_no_faster_than_the_host_issues_them() -> None:
+    quick = replace(hardware.find("h100"), link_gbps=1e6, copy_start_us=0)
+    work = Work("gather", 8192, 16, 8192, 8192 * 8192, 8, "bfloat16")
+    # 16 MB to each of seven peers, in parts of 4 MB.
+    issued = 7 * 4 * overlap.PART_OF_CHUNK * quick.chunk_us
+    assert issued < overlap.Model(work, quick).copied < issued + 100
+    assert overlap.Model(work, replace(quick, chunk_us=0)).copied < 100
+
+
 def asked_for(group: ProcessGroup) -> list[str]:
     """Return the producer of each call's last op (backward's, if it gathers), and the reasons that `auto` gives."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))

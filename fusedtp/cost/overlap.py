@@ -99,8 +99,9 @@ MULTICAST = "multicast"
 # A shard is copied in parts of about this size, each with its own start. On an H20 (`hardware`) a part reaches 0.80 of
 # an endless copy's rate, and tiles need not wait for a whole shard.
 COPY_BYTES = 4 << 20
-# Microseconds in which the host issues a part: a copy, and one call of the driver for its signals. Assumed.
-PART_US = 10.0
+# The host issues a part, a copy and one call of the driver for its signals, in this share of the time of a chunk of
+# `decomposed`, which has a matmul and a wait too. Assumed.
+PART_OF_CHUNK = 1 / 3
 # GB/s that one pushing program sends: 32 KB at a time, which take 0.8 us to load and 0.3 us to store at 64 bytes a
 # clock. Assumed.
 PUSHER_GBPS = 30
@@ -453,7 +454,7 @@ class Model:
         n, machine, share = self.n, self.machine, self.work.moved_bytes / self.n
         parts = max(1, share // COPY_BYTES)
         hop = parts * machine.copy_start_us + share / (machine.link(n) * machine.copy_fraction)
-        hop = max(hop, parts * PART_US)
+        hop = max(hop, parts * PART_OF_CHUNK * machine.chunk_us)
         return self._arriving(2 * machine.launch_us + self.wait, hop) + machine.launch_us
 
     def _arriving(self, begin: float, hop: float, pushers: int = 0) -> float:
