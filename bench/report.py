@@ -86,8 +86,13 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
             console.print(", ".join(str(value) for value in row.values()), style="red")
     for line in [*lines, *tables.verdict(frame)]:
         console.print(line)
-    for warning in filter(None, (busy(rows), late(rows))):
+    for warning in warnings(rows):
         console.print(warning, style="bold yellow")
+
+
+def warnings(rows: Sequence[Measurement]) -> list[str]:
+    """Return what makes the rows doubtful: a busy machine, a late host."""
+    return [*filter(None, (busy(rows), late(rows)))]
 
 
 def late(rows: Sequence[Measurement]) -> str:
@@ -137,7 +142,7 @@ def write(rows: Sequence[Measurement], path: Path) -> str:
             pairs = ((words, draw(part)) for words, part in _groups(frame, columns))
             drawn[section] = [_kept(section, *pair, path) for pair in pairs if pair[1] is not None]
         drawn["timeline"] = [_kept("timeline", "call", timeline.figure(recorded), path)] if recorded else []
-    replace(path.with_suffix(".html"), page(frame, drawn, busy(rows)).encode())
+    replace(path.with_suffix(".html"), page(frame, drawn, warnings(rows)).encode())
     return malformed
 
 
@@ -173,8 +178,8 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning: str = "") -> str:
-    """Return the whole document. warning: `busy` of the rows, beside the verdict."""
+def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warnings: Sequence[str] = ()) -> str:
+    """Return the whole document. warnings: beside the verdict."""
     from jinja2 import Environment, PackageLoader
 
     lines = timed(frame)
@@ -198,7 +203,7 @@ def page(frame: pd.DataFrame, pictures: Mapping[str, Sequence[Picture]], warning
         commits=each(lines.assign(commit=commits), "commit"),
         verdict=tables.verdict(frame),
         all_rounds=compared(frame)["rounds_ms"].map(bool).all(), crowded=each(lines[crowded], "world_size"),
-        warning=warning, version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
+        warnings=warnings, version=version("fusedtp"), directions=DIRECTIONS, colours=theme.COLOURS,
     )  # fmt: skip
     return visible(made)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,10 +121,12 @@ def test_no_line_of_a_bound_crosses_the_time_beside_a_bar(make_row: MakeRow) -> 
     assert beside == {"10 ms": pytest.approx(100), "9 ms": pytest.approx(90), "3 ms": pytest.approx(90)}
 
 
-def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow) -> None:
+def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow, tmp_path: Path) -> None:
     rows = [make_row(median_ms=1.0, variant="dtensor", late_rounds=n, host_us=900.0) for n in (0, 10, 11)]
     assert late(rows[:2]) == ""
     assert "Careful, in 1 rows (dtensor) the host took longer" in late(rows)
+    report.write([make_row(median_ms=1.0), rows[2]], tmp_path / "sweep.csv")
+    assert "Careful, in 1 rows (dtensor) the host took longer" in (tmp_path / "sweep.html").read_text()
     timings = [replace(Timing.of([1.0, 2.0]), host_us=us, late_rounds=1) for us in (10.0, 30.0)]
     joined = Timing.together(timings)
     assert (joined.host_us, joined.late_rounds, joined.each_of(2).host_us) == (30.0, 2, 15.0)
