@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from fusedtp.kernels import INTERPRETED
 from fusedtp.kernels import latency as kernels
 from fusedtp.kernels.choices import Choice, applied
-from fusedtp.kernels.cores import WARP_SPECIALISED
+from fusedtp.kernels.cores import NOT_USED, WARP_SPECIALISED
 from fusedtp.kernels.launch import Config, config_for
 from fusedtp.kernels.layout import Layout
 from fusedtp.kernels.loading import is_only_loading
@@ -109,7 +109,7 @@ def no_other(launch: Launch) -> Launch:
         if INTERPRETED:
             raise Missing("interpreted kernels have the loop alone")
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="the warp-specialised core is not used")
+            warnings.filterwarnings("error", message=NOT_USED)
             try:
                 found = launch.launch()
             except UserWarning as warning:

@@ -1,7 +1,8 @@
 """`fusedtp tune --kernels`: find the fastest tile of the `fused` kernels for a size, on the GPUs of this machine.
 
 The candidates are the tiles that fit on a multiprocessor, and the table's tile with other numbers of parts of the
-contraction (all-reduce of few rows) or of programs that push (gather).
+contraction (all-reduce of few rows) or of programs that push (gather). On sm_90 the table's tile and its neighbours are
+tried with the warp-specialised core too.
 
 1. Each rank multiplies alone with every candidate, with every signal raised in advance (`preset`).
 2. The fastest few run as the whole op on all ranks, in turns with the table's tile.
@@ -15,6 +16,7 @@ With interpreted kernels the same runs at tiny sizes: everything is checked, and
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,7 +29,7 @@ from torch.distributed import ProcessGroup
 
 from fusedtp.calls.bound import BoundTask
 from fusedtp.choose.tuning import Tuned, version_here
-from fusedtp.kernels import INTERPRETED, choices
+from fusedtp.kernels import INTERPRETED, choices, cores
 from fusedtp.kernels.choices import Choice, applied, of_config
 from fusedtp.kernels.loading import only_loading
 from fusedtp.op import OPS, Task
@@ -47,6 +49,8 @@ T = TypeVar("T")
 
 # Number of candidates that reach step 2; candidates for parts of a contraction, and for programs that push.
 FINALISTS, SPLITS, PUSHERS = 4, (1, 2, 4, 8), (4, 8, 16, 32, 64)
+# Number of tiles among which those are that are tried with the other core, besides the table's.
+OTHER_CORE = 8
 # Rounds of a candidate in step 1, and in step 3.
 ROUNDS_ALONE, ROUNDS_LAST = 10, 30
 # Numbers of tiles and rounds with interpreted kernels, as an interpreted op takes a second.
@@ -69,7 +73,7 @@ class TileSearch:
     case: Case
     usual: str = ""
     best: str = ""
-    choice: dict[str, int] | None = None
+    choice: dict[str, int | str] | None = None
     ms: float = 0.0
     usual_ms: float = 0.0
     faster: float = 0.0
@@ -124,7 +128,10 @@ class Search:
     def _tried(self, attempt: Callable[[], T]) -> tuple[T | None, str]:
         # Return the result, and the error of a kernel, of a check, or of the compiler.
         try:
-            return attempt(), ""
+            with warnings.catch_warnings():
+                # A launch that its core does not take would have the loop.
+                warnings.filterwarnings("error", message=cores.NOT_USED)
+                return attempt(), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
@@ -135,6 +142,10 @@ class Search:
 
         properties = triton.runtime.driver.active.utils.get_device_properties(self._device.index)
         return {"shared_bytes": properties["max_shared_mem"], "lanes": 64 if torch.version.hip else 32}
+
+    @property
+    def _has_other_core(self) -> bool:
+        return not INTERPRETED and not torch.version.hip and torch.cuda.get_device_capability(self._device)[0] == 9
 
     def candidates(self) -> list[Choice]:
         """Return other choices than the table's."""
@@ -147,6 +158,9 @@ class Search:
         found = choices.tiles(self._config, rows, cols, itemsize, least_rows=least, **self._room())
         if isinstance(self._ready[None].form, OneKernel):
             found += [self.usual._replace(splits=count) for count in SPLITS]
+        elif self._has_other_core:
+            # First, so that a search that is cut short has compared the cores.
+            found = choices.on_other_core((self.usual, *found[:OTHER_CORE])) + found
         return found[:TINY_TILES] if self._tiny else found
 
     def alone(self, tried: Iterable[Choice]) -> bool:

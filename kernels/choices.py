@@ -6,12 +6,12 @@ tile may be faster. Signals are counted in rows of a tile, so all ranks must mak
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from .configs import Config
+from .configs import LOOP, WARP_SPECIALISED, Config
 
 # Most and fewest 32-bit registers of a thread for the accumulator. Addresses and operands need the other half; float32
 # operands need more, as they are multiplied from registers.
@@ -21,7 +21,10 @@ _BARRIER_BYTES = 1024
 
 
 class Choice(NamedTuple):
-    """Fields of a `Config` that can be chosen; `pushers` of a gather: 0 leaves the number to the cost model."""
+    """Fields of a `Config` that can be chosen; `pushers` of a gather: 0 leaves the number to the cost model.
+
+    The warp-specialised core has as many stages as fit, whatever `num_stages` says.
+    """
 
     block_m: int
     block_n: int
@@ -31,17 +34,24 @@ class Choice(NamedTuple):
     flatten: bool = False
     pushers: int = 0
     splits: int = 0
+    core: str = LOOP
 
     def __str__(self) -> str:
-        told = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"{self.num_warps} warps", f"{self.num_stages} stages"]
-        told += ["one loop"] * self.flatten
+        told = [f"{self.block_m}x{self.block_n}x{self.block_k}", f"{self.num_warps} warps"]
+        if self.core == LOOP:
+            told += [f"{self.num_stages} stages"] + ["one loop"] * self.flatten
+        else:
+            told.append("warp-specialised")
         told += [f"{self.pushers} pushers"] * (self.pushers > 0) + [f"{self.splits} parts"] * (self.splits > 0)
         return ", ".join(told)
 
 
 def of_config(config: Config) -> Choice:
     """Return the choice that a configuration makes."""
-    return Choice(config.block_m, config.block_n, config.block_k, config.num_warps, config.num_stages, config.flatten)
+    return Choice(
+        config.block_m, config.block_n, config.block_k, config.num_warps, config.num_stages, config.flatten,
+        core=config.core,
+    )  # fmt: skip
 
 
 def of_fields(fields: Mapping[str, Any]) -> Choice:
@@ -101,6 +111,11 @@ def tiles(
                 found.append(choice)
                 break
     return sorted((each for each in found if each != first), key=lambda each: _far(each, first))
+
+
+def on_other_core(tiles: Iterable[Choice]) -> list[Choice]:
+    """List those tiles that the warp-specialised core has: a warpgroup, which is four warps, multiplies 64 rows."""
+    return [each._replace(core=WARP_SPECIALISED) for each in tiles if each.block_m == 16 * each.num_warps]
 
 
 def _far(choice: Choice, other: Choice) -> int:

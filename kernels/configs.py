@@ -25,6 +25,9 @@ from typing import Any
 
 import triton
 
+# Cores of the kernels that multiply (`cores`).
+LOOP, WARP_SPECIALISED = "loop", "warp_specialised"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -72,7 +75,7 @@ class Config:
     loose_copy_rows: int = 16
     registers: int = 255
     moving_registers: int = 255
-    core: str = "loop"
+    core: str = LOOP
 
 
 # Few large tiles: the interpreter's cost is per operation, not per element. Two of the three programs start late.

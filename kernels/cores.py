@@ -10,9 +10,12 @@ import warnings
 from functools import cache
 from typing import Any
 
-from .launch import Config
+from .configs import LOOP as LOOP
+from .configs import WARP_SPECIALISED as WARP_SPECIALISED
+from .configs import Config
 
-LOOP, WARP_SPECIALISED = "loop", "warp_specialised"
+# How the warning begins.
+NOT_USED = "the warp-specialised core is not used"
 
 
 @cache
@@ -41,4 +44,4 @@ def chosen(config: Config, *launch: Any, **more: Any) -> Any:
 
 @cache
 def _warn(why: str) -> None:
-    warnings.warn(f"the warp-specialised core is not used: {why}", stacklevel=4)
+    warnings.warn(f"{NOT_USED}: {why}", stacklevel=4)

@@ -265,12 +265,21 @@ def a_gathered_contraction(ctx, tile, i, packed):
 
 
 @triton.jit
-def _scales_of(ctx, src, tile, arena_row):
-    # Scales of the tile's rows of rank src's shard: the given ones in place, or those in the arrived rows.
+def scale_of(ctx, src, tile, arena_row):
+    """Return the pointer to the scale of the tile's first row of rank `src`'s shard, and the scales' stride.
+
+    Scales are the given ones in place, or those in the arrived rows, from row `arena_row` of the half on.
+    """
     ptr, stride = received_scale(ctx.link, ctx.link.rank, arena_row, ctx.chunks.pitch)
     if ctx.a.IN_PLACE and src == ctx.link.rank:
         ptr = ctx.scales.a[0] + tile.row
-        stride = tl.full((), 1, tl.int64)
+        stride = tl.cast(1, tl.int64)
+    return ptr, stride
+
+
+@triton.jit
+def _scales_of(ctx, src, tile, arena_row):
+    ptr, stride = scale_of(ctx, src, tile, arena_row)
     offs_m = tl.arange(0, ctx.tiles.BLOCK_M)
     return tl.load(ptr + offs_m.to(tl.int64) * stride, mask=offs_m < tile.rows - tile.row, other=0.0)
 
@@ -428,7 +437,7 @@ class GatherMatmul:
         key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(channel, a, bs, cs, pushed, epilogue))
         if known.core is not None:
-            started: Started | None = known.core.gather(self, known, channel, a, bs, cs, epilogue, table, last)
+            started: Started | None = known.core.gather(self, known, channel, a, bs, cs, epilogue, scales, table, last)
             return started
         (s0, s1), own, arena, config = a.stride(), None, None, known.config
         if known.a_by != "pointers":

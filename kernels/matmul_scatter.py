@@ -195,6 +195,7 @@ class MatmulScatter:
                 lefts[0],
                 rights[0],
                 table,
+                scales,
                 arenas,
                 op=self._op,
                 sizes=self._sizes,

@@ -56,7 +56,7 @@ def send_block(src_ptr, src_m, src_n, dst_ptr, pitch, rows, cols, BLOCK_R: tl.co
 @triton.jit
 def received_scale(link, rank, row, pitch):
     """Return the pointer to the scale in the last 16 bytes of float8 row `row` of the half, and the scales' stride."""
-    words = tl.full((), 0, tl.int64) + pitch // 4
+    words = tl.cast(pitch // 4, tl.int64)
     return half(link, rank, tl.float32) + row * words + words - 4, words
 
 

@@ -7,11 +7,12 @@ warps that multiply. The hooks are those of `matmul`:
     LOCATE(ctx, index) -> Tile                  place of a tile
     A_CHUNK(ctx, tile, i, packed) -> Operand    i-th chunk of A for a tile, a descriptor; waits for the chunk
     B_CHUNK(ctx, tile, i) -> Columns            columns of B, a descriptor
+    A_SCALE(ctx, tile, i) -> pointer, stride    float8: scales of the tile's rows in the i-th chunk
     STORE(ctx, share, ring, row, chunk, packed, acc)
                                                 stores a tile that begins at row `row` of C, in a chunk
 
 Each stage has two mbarriers. `full` completes when its copies have arrived, `empty` when both warpgroups have
-multiplied them. A note of the tile lies beside the stage, under the same mbarriers.
+multiplied them. A note of the tile lies beside the stage, under the same mbarriers, and so do float8 rows' scales.
 
 This module needs Triton's Gluon, so launchers import it when a configuration chooses this core. `refusal` says why a
 launch cannot have it.
@@ -48,6 +49,7 @@ from .gather_matmul import (
     a_gathered_rows,
     locate_own_chunk_first,
     locate_whole_gathered,
+    scale_of,
     work_indices,
 )
 from .launch import FP_FUSION, Channel, Config
@@ -59,6 +61,7 @@ from .operands import (
     Left,
     Operand,
     Right,
+    Scales,
     b_of_term,
     b_of_weight,
     left_of,
@@ -67,6 +70,7 @@ from .operands import (
     tiles_of,
     weight_at,
 )
+from .push import received_scale
 from .signal import (
     ENTRY_SLOT,
     FIRST_SLOT,
@@ -90,16 +94,22 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 _ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_FLOAT8 = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 # Registers of a thread of the loading warp, which polls in a gather; the warps that multiply have the others.
 _LOADER_REGISTERS, _WAITER_REGISTERS = 40, 56
 # Most stages: more hide no more latency.
 _MOST_STAGES = 6
+# Most sums of a thread in float8, whose products are in registers beside them.
+_MOST_FLOAT8_SUMS = 64
 # Shared memory of a program for stages and C; mbarriers and notes take less than 1 KiB of the 227 KiB.
 _RING_BYTES = 226 << 10
 
 
 class Ring(NamedTuple):
-    """Shared memory: stages of A and B, half a tile of C, mbarriers, and notes: row of C and chunk, and `packed`."""
+    """Shared memory: stages of A and B, half a tile of C, mbarriers, and notes: row of C and chunk, and `packed`.
+
+    scales: of float8 rows, float32 [stages, BLOCK_M].
+    """
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -109,6 +119,7 @@ class Ring(NamedTuple):
     rows: gl.shared_memory_descriptor
     chunks: gl.shared_memory_descriptor
     packed: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
 
 
 class TileRange(NamedTuple):
@@ -127,19 +138,27 @@ class TileRange(NamedTuple):
 
 @gluon.jit
 def _load_tiles(
-    ctx, share, ring, LOCATE: gl.constexpr, A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, NUM_K_CHUNKS: gl.constexpr
+    ctx, share, ring, LOCATE: gl.constexpr, A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, A_SCALE: gl.constexpr,
+    NUM_K_CHUNKS: gl.constexpr,
 ):  # fmt: skip
+    BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
     STAGES: gl.constexpr = ring.full.shape[0]
     BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
     NOTE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ROWS: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [gl.num_warps()], [0])
     step = 0
     for index in range(share.first, share.end, share.num_programs):
         tile = LOCATE(ctx, index)
-        packed = pack(tile, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N)
+        packed = pack(tile, BLOCK_M, ctx.tiles.BLOCK_N)
         for i in range(NUM_K_CHUNKS):
             a = A_CHUNK(ctx, tile, i, packed)
             packed = a.packed
             b = B_CHUNK(ctx, tile, i)
+            if ctx.tiles.SCALES != "":
+                # The chunk's rows have arrived, and their scales with them.
+                scale, stride = A_SCALE(ctx, tile, i)
+                offs_m = gl.arange(0, BLOCK_M, ROWS)
+                of_rows = gl.load(scale + offs_m.to(gl.int64) * stride, mask=offs_m < tile.rows - tile.row, other=0.0)
             for k in range(0, a.k_len, BLOCK_K):
                 stage = step % STAGES
                 full = ring.full.index(stage)
@@ -147,6 +166,10 @@ def _load_tiles(
                 ring.rows.index(stage).store(gl.full([1], tile.begin + tile.row, gl.int32, NOTE))
                 ring.chunks.index(stage).store(gl.full([1], tile.chunk, gl.int32, NOTE))
                 ring.packed.index(stage).store(gl.full([1], packed, gl.int32, NOTE))
+                if ctx.tiles.SCALES != "":
+                    ring.scales.index(stage).store(of_rows)
+                    # One lane counts at the mbarrier for all that have stored.
+                    tl.debug_barrier()
                 mbarrier.expect(full, a.source.block_type.nbytes + b.source.block_type.nbytes)
                 if ctx.a.BY == "rows":
                     _load(a.source, [a.layer, a.row, a.first + k], full, ring.a.index(stage))
@@ -166,31 +189,99 @@ def _note(notes, stage):
 
 
 @gluon.jit
-def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
+def _a_of_stage(ctx, ring, stage):
+    if ctx.a.BY == "rows":
+        return ring.a.index(stage).reshape((ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_K))
+    else:
+        return ring.a.index(stage).reshape((ctx.tiles.BLOCK_K, ctx.tiles.BLOCK_M)).permute((1, 0))
+
+
+@gluon.jit
+def _product(ctx, share, ring, step):
+    # A tile's product, of the stages from `step` on; the last one is not given back.
+    STAGES: gl.constexpr = ring.full.shape[0]
+    BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    acc = gl.zeros((ctx.tiles.BLOCK_M, BLOCK_N), gl.float32, layout=MMA)
+    for k in range(share.num_steps):
+        stage = step % STAGES
+        mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
+        b = ring.b.index(stage)
+        if ctx.b.BY != "rows":
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(_a_of_stage(ctx, ring, stage), b, acc, is_async=True)
+        # The product before has ended when only this one is under way.
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    return warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+
+@gluon.jit
+def _half_under_way(ctx, ring, stage, FIRST: gl.constexpr):
+    # The product of a stage and the half of its columns from FIRST on, begun.
+    HALF: gl.constexpr = ctx.tiles.BLOCK_N // 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
+    zeros = gl.zeros((ctx.tiles.BLOCK_M, HALF), gl.float32, layout=MMA)
+    b = ring.b.index(stage).slice(FIRST, HALF, dim=0).permute((1, 0))
+    return warpgroup_mma(_a_of_stage(ctx, ring, stage), b, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_scaled(ctx, ring, step, lo, hi, COUNT: gl.constexpr):
+    # Add the products of COUNT stages from `step` on to both halves of the columns. One half is multiplied while the
+    # other one is added. Nothing is under way at the end: ptxas would not see which one a wait in the next turn is for.
+    STAGES: gl.constexpr = ring.full.shape[0]
+    HALF: gl.constexpr = ctx.tiles.BLOCK_N // 2
+    ROWS: gl.constexpr = gl.SliceLayout(1, lo.type.layout)
+    stage = step % STAGES
+    mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
+    first = _half_under_way(ctx, ring, stage, 0)
+    second = _half_under_way(ctx, ring, stage, HALF)
+    scale = ring.scales.index(stage).load(ROWS)
+    lo += warpgroup_mma_wait(num_outstanding=1, deps=(first,)) * scale[:, None]
+    for i in gl.static_range(1, COUNT):
+        before = stage
+        stage = (step + i) % STAGES
+        mbarrier.wait(ring.full.index(stage), (step + i) // STAGES & 1)
+        first = _half_under_way(ctx, ring, stage, 0)
+        hi += warpgroup_mma_wait(num_outstanding=1, deps=(second,)) * scale[:, None]
+        mbarrier.arrive(ring.empty.index(before))
+        second = _half_under_way(ctx, ring, stage, HALF)
+        scale = ring.scales.index(stage).load(ROWS)
+        lo += warpgroup_mma_wait(num_outstanding=1, deps=(first,)) * scale[:, None]
+    hi += warpgroup_mma_wait(num_outstanding=0, deps=(second,)) * scale[:, None]
+    return lo, hi
+
+
+@gluon.jit
+def _scaled_product(ctx, share, ring, step):
+    # `_product` of float8 times the scales of its rows. The matrix unit keeps 14 bits of a sum, so each block of K has
+    # its own, as in `contraction.dot`.
     STAGES: gl.constexpr = ring.full.shape[0]
     BLOCK_M: gl.constexpr = ctx.tiles.BLOCK_M
-    BLOCK_N: gl.constexpr = ctx.tiles.BLOCK_N
-    BLOCK_K: gl.constexpr = ctx.tiles.BLOCK_K
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    HALF: gl.constexpr = ctx.tiles.BLOCK_N // 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, HALF, 32])
+    lo = gl.zeros((BLOCK_M, HALF), gl.float32, layout=MMA)
+    hi = gl.zeros((BLOCK_M, HALF), gl.float32, layout=MMA)
+    for k in range(0, share.num_steps // 2 * 2, 2):
+        lo, hi = _add_scaled(ctx, ring, step + k, lo, hi, 2)
+        mbarrier.arrive(ring.empty.index((step + k + 1) % STAGES), pred=k + 2 < share.num_steps)
+    if share.num_steps % 2 != 0:
+        lo, hi = _add_scaled(ctx, ring, step + share.num_steps - 1, lo, hi, 1)
+    return gl.join(lo, hi).permute((0, 2, 1)).reshape((BLOCK_M, 2 * HALF))
+
+
+@gluon.jit
+def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
+    STAGES: gl.constexpr = ring.full.shape[0]
     step = 0
     for _index in range(share.first, share.end, share.num_programs):
-        acc = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout=MMA)
-        for k in range(share.num_steps):
-            stage = step % STAGES
-            mbarrier.wait(ring.full.index(stage), step // STAGES & 1)
-            if ctx.a.BY == "rows":
-                a = ring.a.index(stage).reshape((BLOCK_M, BLOCK_K))
-            else:
-                a = ring.a.index(stage).reshape((BLOCK_K, BLOCK_M)).permute((1, 0))
-            b = ring.b.index(stage)
-            if ctx.b.BY != "rows":
-                b = b.permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            # The product before has ended when only this one is under way.
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if ctx.tiles.SCALES == "":
+            acc = _product(ctx, share, ring, step)
+        else:
+            acc = _scaled_product(ctx, share, ring, step)
+        step += share.num_steps
         last = (step + STAGES - 1) % STAGES
         row = _note(ring.rows, last)
         chunk = _note(ring.chunks, last)
@@ -202,6 +293,13 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def _scaled_columns(scale, col, N, acc):
+    # `scale_columns`, with the layout of the tile.
+    offs_n = col + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    return acc * gl.load(scale + offs_n, mask=offs_n < N, other=0.0)[None, :]
 
 
 @gluon.jit
@@ -264,12 +362,16 @@ def _store_gathered(ctx, share, ring, row, chunk, packed, acc):
         row = tl.multiple_of(row, 16)
     j, begin = weight_at(ctx, col)
     N = pick(ctx.b.N, j, ctx.b.COUNT)
+    if ctx.tiles.SCALES != "":
+        acc = _scaled_columns(pick(ctx.scales.b, j, ctx.b.COUNT), col - begin, N, acc)
     _store_tile(ctx, share, ring, j, N, row, col - begin, left, acc, ok)
 
 
 @gluon.jit
 def _store_to_owner(ctx, share, ring, row, chunk, packed, acc):
     col, _, _ = unpack(packed, ctx.tiles.BLOCK_M, ctx.tiles.BLOCK_N, False)
+    if ctx.tiles.SCALES != "":
+        acc = _scaled_columns(ctx.scales.b[0], col, ctx.b.N[0], acc)
     in_chunk = row - tl.load(ctx.table + chunk)
     # The owner's descriptor ends at the region's last row.
     _store_by_tma(
@@ -291,7 +393,8 @@ def pick_any(column, j, COUNT: gl.constexpr):
 @gluon.jit
 def _run(
     ctx, share, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
-    A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, STORE: gl.constexpr, NUM_K_CHUNKS: gl.constexpr,
+    A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, A_SCALE: gl.constexpr, STORE: gl.constexpr,
+    NUM_K_CHUNKS: gl.constexpr,
 ):  # fmt: skip
     # a_desc, b_desc: one of the descriptors of each, as all have one block.
     a = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
@@ -307,16 +410,20 @@ def _run(
     rows = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     chunks = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
     packed = gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT)
+    if ctx.tiles.SCALES == "":
+        scales = rows
+    else:
+        scales = gl.allocate_shared_memory(gl.float32, [STAGES, ctx.tiles.BLOCK_M], FLAT)
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
     # TMA counts at the mbarriers, in another proxy.
     fence_async_shared()
-    ring = Ring(a, b, c, full, empty, rows, chunks, packed)
+    ring = Ring(a, b, c, full, empty, rows, chunks, packed, scales)
     gl.warp_specialize(
         [
             (_multiply_tiles, (ctx, share, ring, STORE)),
-            (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, NUM_K_CHUNKS)),
+            (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, A_SCALE, NUM_K_CHUNKS)),
         ],
         [1],
         [REGISTERS],
@@ -332,6 +439,22 @@ def _a_whole(ctx, tile, i, packed):
 
 
 @gluon.jit
+def _scale_of_whole(ctx, tile, i):
+    return ctx.scales.a[0] + tile.begin + tile.row, 1
+
+
+@gluon.jit
+def _scale_of_rows(ctx, tile, i):
+    return scale_of(ctx, tile.chunk, tile, tile.begin + tile.row)
+
+
+@gluon.jit
+def _scale_of_contraction(ctx, tile, i):
+    src = (ctx.link.rank + i) % ctx.link.group.WORLD_SIZE
+    return scale_of(ctx, src, tile, src * ctx.M + tile.row)
+
+
+@gluon.jit
 def _warp_specialised_matmul_kernel(
     a, b, c, outs, epilogue, tiles, M, STAGES: gl.constexpr, REGISTERS: gl.constexpr
 ):  # fmt: skip
@@ -341,7 +464,7 @@ def _warp_specialised_matmul_kernel(
     # Built in the call, as a tuple that is assigned to a name loses its constants.
     _run(
         Whole(a, b, c, epilogue, None, tiles, M, 0), share, a.desc[0], b.desc[0], STAGES, REGISTERS,
-        locate_whole, _a_whole, b_of_term, _store_whole, 1,
+        locate_whole, _a_whole, b_of_term, _scale_of_whole, _store_whole, 1,
     )  # fmt: skip
 
 
@@ -378,8 +501,9 @@ def _raise_to_all(link, slot):
 
 
 @gluon.jit
-def _push_rows(link, src, stride, num_rows, cols, dst, dst_row, pitch, turn, num_pushers, PIECE: gl.constexpr):
+def _push_rows(link, src, stride, num_rows, cols, scale, dst, dst_row, pitch, turn, num_pushers, PIECE: gl.constexpr):
     # The pieces turn, turn + num_pushers, .. of the own rows, which are contiguous, to rank `dst`: 16 bytes a thread.
+    # scale: of float8 rows, or None.
     WIDTH: gl.constexpr = 16 * 8 // src.dtype.element_ty.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [1, 32], [gl.num_warps(), 1], [1, 0])
     ROWS: gl.constexpr = 4 * gl.num_warps()
@@ -395,22 +519,29 @@ def _push_rows(link, src, stride, num_rows, cols, dst, dst_row, pitch, turn, num
                 mask = (rows < end) & (columns < cols)
                 block = gl.load(src + rows * stride + columns, mask=mask)
                 gl.store(base + (dst_row + rows) * pitch + columns, block, mask=mask)
+        if scale is not None:
+            received, words = received_scale(link, dst, dst_row, pitch)
+            THREADS: gl.constexpr = 32 * gl.num_warps()
+            offs = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])).to(gl.int64)
+            for row in range(piece * PIECE, end, THREADS):
+                of_rows = gl.load(scale + row + offs, mask=offs < end - row)
+                gl.store(received + (row + offs) * words, of_rows, mask=offs < end - row)
         raise_signal(link, dst, piece + FIRST_SLOT)
 
 
 @gluon.jit
-def _push(link, a, pid, num_pushers, num_rows, dst_row, pitch, WITH_OWN: gl.constexpr, PIECE: gl.constexpr):
-    # `push_to_all` for rows without scales that are contiguous.
+def _push(link, a, scale, pid, num_pushers, num_rows, dst_row, pitch, WITH_OWN: gl.constexpr, PIECE: gl.constexpr):
+    # `push_to_all` for rows that are contiguous.
     turn = pid
     for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
         dst = (link.rank + link.group.WORLD_SIZE - i) % link.group.WORLD_SIZE
-        _push_rows(link, a.ptr, a.stride_m, num_rows, a.cols, dst, dst_row, pitch, turn, num_pushers, PIECE)
+        _push_rows(link, a.ptr, a.stride_m, num_rows, a.cols, scale, dst, dst_row, pitch, turn, num_pushers, PIECE)
         turn = (turn + num_pushers - cdiv(num_rows, PIECE) % num_pushers) % num_pushers
 
 
 @gluon.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "skipped_rounds", "num_steps"])
 def _warp_specialised_gather_kernel(
-    a, b, c, outs, epilogue, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles,
+    a, b, c, outs, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles,
     skipped_rounds, num_steps, M, PUSHERS: gl.constexpr, CONTRACTION: gl.constexpr, LAST: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -426,7 +557,10 @@ def _warp_specialised_gather_kernel(
         if pid == 0:
             _enter(link)
     if PUSHERS > 0 and pid < PUSHERS:
-        _push(link, a, pid, PUSHERS, num_rows, dst_row, chunks.pitch, not a.IN_PLACE, chunks.PIECE)
+        _push(
+            link, a, None if scales is None else scales.a[0], pid, PUSHERS, num_rows, dst_row, chunks.pitch,
+            not a.IN_PLACE, chunks.PIECE,
+        )  # fmt: skip
     else:
         first, end = work_indices(
             pid - PUSHERS, num_programs - PUSHERS, PUSHERS, skipped_rounds,
@@ -435,11 +569,12 @@ def _warp_specialised_gather_kernel(
         _run(
             Gathered(
                 Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, skipped_rounds,
-                None, PUSHERS, 0,
+                scales, PUSHERS, 0,
             ),
             TileRange(first, num_programs - PUSHERS, end, num_steps, outs, 0), a.arena_desc, b.desc[0], STAGES,
             REGISTERS, locate_whole_gathered if CONTRACTION or chunks.JOINED else locate_own_chunk_first,
-            a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight, _store_gathered,
+            a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight,
+            _scale_of_contraction if CONTRACTION else _scale_of_rows, _store_gathered,
             group.WORLD_SIZE if CONTRACTION else 1,
         )  # fmt: skip
     if LAST:
@@ -448,8 +583,8 @@ def _warp_specialised_gather_kernel(
 
 @gluon.jit(do_not_specialize=["rank", "fingerprint", "region_row", "num_tiles"])
 def _warp_specialised_scatter_kernel(
-    a, b, outs, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    a, b, outs, scales, tiles, table, group, rank, fingerprint: tl.int64, region_row, num_tiles, M,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Enter the epoch, multiply, store every tile into its owner's half, and at the end signal every owner.
 
@@ -461,10 +596,11 @@ def _warp_specialised_scatter_kernel(
         _enter(link)
     _run(
         Partial(
-            Link(group, rank, link.epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, None, False, False, 0
+            Link(group, rank, link.epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, scales, False, False, 0
         ),
         TileRange(gl.program_id(0), num_programs, num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0),
-        a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _store_to_owner, 1,
+        a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _scale_of_whole,
+        _store_to_owner, 1,
     )  # fmt: skip
     # As `finish`.
     if arrives_last(link, num_programs):
@@ -485,8 +621,12 @@ def refusal(
     dtype = lefts[0].dtype
     if "pointers" in (a_by, b_by):
         return "it reads by descriptors alone, and an operand's layout or alignment has none"
-    if scales or dtype not in _ELEMENTS:
-        return f"it multiplies {' and '.join(str(each).removeprefix('torch.') for each in _ELEMENTS)}, not {dtype}"
+    if scales == "blocks":
+        return "it multiplies float8 with scales of rows, not of blocks"
+    if dtype not in (_FLOAT8 if scales else _ELEMENTS):
+        return f"it multiplies bfloat16, float16, and float8 with scales, not {str(dtype).removeprefix('torch.')}"
+    if scales and (a_by, b_by) != ("rows", "columns"):
+        return "the matrix unit takes float8 operands whose contraction is contiguous"
     if leaves:
         return "it adds no products in leaves"
     if len(lefts) > 1:
@@ -502,19 +642,21 @@ def refusal(
     warpgroups, rest = divmod(config.block_m, 64)
     if rest or config.num_warps != 4 * warpgroups:
         return f"a warpgroup of four warps has 64 rows, not {config.block_m} rows for {config.num_warps} warps"
+    if scales and config.block_m * config.block_n > _MOST_FLOAT8_SUMS * 32 * config.num_warps:
+        return f"a thread has no registers for float8 products of {config.block_m} x {config.block_n}"
     if stages_of(config, dtype.itemsize) < 2:
         return f"two stages of {config.block_m} x {config.block_n} x {config.block_k} do not fit into shared memory"
     return ""
 
 
 def stages_of(config: Config, itemsize: int) -> int:
-    """Return how many stages fit beside half a tile of C."""
-    stage = (config.block_m + config.block_n) * config.block_k * itemsize
-    return min(_MOST_STAGES, (_RING_BYTES - config.block_m * config.block_n // 2 * itemsize) // stage)
+    """Return how many stages of operands fit, with float8 rows' scales, beside half a tile of C in 16 bits."""
+    stage = (config.block_m + config.block_n) * config.block_k * itemsize + 4 * config.block_m * (itemsize == 1)
+    return min(_MOST_STAGES, (_RING_BYTES - config.block_m * config.block_n) // stage)
 
 
 def _layout(block: list[int], dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(block, _ELEMENTS[dtype])
+    return gl.NVMMASharedLayout.get_default_for(block, (_ELEMENTS | _FLOAT8)[dtype])
 
 
 def _of_gluon(described: Any) -> TensorDescriptor:
@@ -564,7 +706,7 @@ def matmul(
 
 def gather(
     of: GatherMatmul, known: GatherLaunchParams, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor],
-    cs: Sequence[torch.Tensor], epilogue: TileEpilogue, table: torch.Tensor, last: bool,
+    cs: Sequence[torch.Tensor], epilogue: TileEpilogue, scales: Scales | None, table: torch.Tensor, last: bool,
 ) -> Started | None:  # fmt: skip
     """Launch c = gather(a) @ b for each b, which `refusal` has allowed; `of`: the launcher, `known`: its parameters."""
     config, (rows, cols) = known.config, known.arena
@@ -576,7 +718,7 @@ def gather(
     return launch(_warp_specialised_gather_kernel, known.grid)(
         Shard(a, own, arena, a.stride(0), a.stride(1), a.shape[1], a_by, in_place),
         _right_of(bs, known.b_by, config, terms=False), outputs_of(*cs), _outs_of(cs, epilogue, config), epilogue,
-        known.tiles, Chunks(table, of.pitch, *chunks), channel.group(of.op), channel.rank, channel.fingerprint,
+        scales, known.tiles, Chunks(table, of.pitch, *chunks), channel.group(of.op), channel.rank, channel.fingerprint,
         *known.counts, num_steps, cs[0].shape[0], known.pushers, not of.on_rows, last,
         stages_of(config, a.element_size()), _WAITER_REGISTERS, **_options(config),
     )  # fmt: skip
@@ -584,19 +726,20 @@ def gather(
 
 def scatter(
     known: LaunchParams, channel: Channel, a: torch.Tensor, b: torch.Tensor, table: torch.Tensor,
-    arenas: Sequence[torch.Tensor], *, op: int, sizes: Sequence[int], region_rows: int, pitch: int,
+    scales: Scales | None, arenas: Sequence[torch.Tensor], *, op: int, sizes: Sequence[int], region_rows: int,
+    pitch: int,
 ) -> Started | None:  # fmt: skip
     """Launch a scatter, which `refusal` has allowed; arguments as in `MatmulScatter`."""
-    config, row, half_length = known.config, region_rows * channel.rank, channel.half_bytes // a.element_size()
-    block = [1, config.block_m, config.block_n // 2]
-    layout, N = _layout(block, a.dtype), b.shape[1]
+    config, row = known.config, region_rows * channel.rank
+    block, dtype = [1, config.block_m, config.block_n // 2], a.dtype if scales is None else scales.out.dtype
+    layout, N, half_length = _layout(block, dtype), b.shape[1], channel.half_bytes // dtype.itemsize
     # An owner without rows has no tile.
     outs = [
-        TensorDescriptor(arena.view(a.dtype), [2, row + max(1, rows), N], [half_length, pitch, 1], block, layout)
+        TensorDescriptor(arena.view(dtype), [2, row + max(1, rows), N], [half_length, pitch, 1], block, layout)
         for arena, rows in zip(arenas, sizes, strict=True)
     ]
     return launch(_warp_specialised_scatter_kernel, (config.programs,))(
-        _left_of(a, known.a_by, config), _right_of([b], known.b_by, config), tuple(outs), known.tiles, table,
+        _left_of(a, known.a_by, config), _right_of([b], known.b_by, config), tuple(outs), scales, known.tiles, table,
         channel.group(op), channel.rank, channel.fingerprint, row, known.num_tiles, a.shape[0],
         stages_of(config, a.element_size()), _LOADER_REGISTERS, **_options(config),
     )  # fmt: skip

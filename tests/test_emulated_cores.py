@@ -5,6 +5,7 @@ Runs in a process without Triton's interpreter: `nox -s emulate`, and a sample i
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -140,9 +141,11 @@ def test_a_launch_that_is_not_served_has_the_loop(gpu: EmulatedDriver, what: str
 
 @pytest.fixture
 def ops(gpu: EmulatedDriver) -> Iterator[EmulatedDriver]:
-    """Let every op of 16 bits on sm_90 choose this core."""
-    rows = {shape: replace(each, core=cores.WARP_SPECIALISED) for shape, each in configs.TABLE["sm_90"].items()}
-    with mock.patch.dict(configs.TABLE, {"sm_90": rows}):
+    """Let every op of 16 bits or of float8 on sm_90 choose this core."""
+    with contextlib.ExitStack() as stack:
+        for table in (configs.TABLE, configs._FLOAT8):
+            rows = {shape: replace(each, core=cores.WARP_SPECIALISED) for shape, each in table["sm_90"].items()}
+            stack.enter_context(mock.patch.dict(table, {"sm_90": rows}))
         yield gpu
 
 
@@ -155,33 +158,49 @@ def hostile(seed: int) -> Schedule:
 
 # Uneven shards of rows end inside a tile; shards of the contraction have whole blocks of K.
 UNEVEN, WHOLE = Shape(176, 272, 144, "uneven"), Shape(176, 272, 384, "even")
+# Five or more blocks of K, an odd number of them and the last in part, or shards of whole blocks, in float8.
+UNEVEN8, WHOLE8 = Shape(176, 272, 560, "uneven"), Shape(176, 272, 768, "even")
 CASES = {
     "gather rows": (UNEVEN, GATHER), "gather rows split": (UNEVEN, GATHER), "gather rows joined": (UNEVEN, GATHER),
     "gather rows transposed": (UNEVEN, GATHER), "gather rows and keep": (UNEVEN, GATHER),
     "gather contraction": (WHOLE, GATHER), "gather contraction split": (WHOLE, GATHER),
     "scatter rows": (UNEVEN, SCATTER), "scatter columns": (UNEVEN, SCATTER), "matmul two_shot split": (UNEVEN, SCATTER),
 }  # fmt: skip
+CASES8 = {
+    "gather rows": (UNEVEN8, GATHER), "gather rows split": (UNEVEN8, GATHER), "gather rows joined": (UNEVEN8, GATHER),
+    "gather rows transposed": (UNEVEN8, GATHER), "gather rows and keep": (UNEVEN8, GATHER),
+    "gather rows several": (UNEVEN8, GATHER), "gather rows swiglu": (UNEVEN8, GATHER),
+    "gather rows swiglu kept": (UNEVEN8, GATHER),
+    "gather contraction": (WHOLE8, GATHER), "gather contraction split": (WHOLE8, GATHER),
+    "scatter rows": (UNEVEN8, SCATTER), "scatter columns": (UNEVEN8, SCATTER),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, dtype) for dtype in cases.DTYPES if dtype != "float32" for op in CASES]
+    + [(op, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2") for op in CASES8],
+)
 def test_ops(ops: EmulatedDriver, op: str, dtype: str) -> None:
     """Two epochs on two to four ranks, under schedules that let each role run late, with and without an epilogue."""
-    shape, kernel = CASES[op]
+    shape, kernel = (CASES if dtype in cases.DTYPES else CASES8)[op]
     for seed in range(SEEDS):
         world_size = (2, 3, 4)[seed % 3] if op != "gather rows joined" or shape.split == "even" else 2
-        how = replace(shape, bias=seed % 2 == 0, K=shape.K if world_size != 4 else shape.K * 4 // 3 // 64 * 64)
-        assert cases.run(ops, [op, op], world_size, cases.DTYPES[dtype], how, hostile(seed)).executed
+        how = replace(shape, bias=seed % 2 == 0)
+        if world_size == 4 and shape.split == "even":
+            how = replace(how, K=shape.K * 4 // 3)
+        assert cases.run(ops, [op, op], world_size, (cases.DTYPES | cases.FLOAT8)[dtype], how, hostile(seed)).executed
     assert kernel in {program.name for program in ops.programs.values()}
     assert not {"_gather_matmul_kernel", "_matmul_scatter_kernel"} & {each.name for each in ops.programs.values()}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("op", ["gather rows", "gather rows split"])
-def test_empty_shards(ops: EmulatedDriver, op: str) -> None:
+def test_empty_shards(ops: EmulatedDriver, op: str, dtype: str) -> None:
+    shape = replace(UNEVEN8 if dtype in cases.FLOAT8 else UNEVEN, split="empty")
     for seed in range(SEEDS):
-        shape = cases.small(90, torch.bfloat16, "empty")
-        assert cases.run(ops, [op], 3, torch.bfloat16, shape, hostile(seed)).executed
-    assert GATHER in {program.name for program in ops.programs.values()}
+        assert cases.run(ops, [op], 3, (cases.DTYPES | cases.FLOAT8)[dtype], shape, hostile(seed)).executed
+    assert CASES[op][1] in {program.name for program in ops.programs.values()}
 
 
 @pytest.mark.parametrize("op", ["gather rows", "gather rows split", "gather contraction", "scatter rows"])
@@ -228,6 +247,18 @@ FAULTS = {
     "signal that releases nothing": (
         "scatter rows", mutants.Kind("", r"(sys)\.release(\.exch)", r"\1.relaxed\2",
                                      inside="^_raise_to_all < _warp_specialised_scatter")),
+    "float8: scales of another stage": (
+        "gather rows", mutants.Kind("", r"(st\.shared\.v4\.b32 \[ %r\d+ \+ )0 ", r"\g<1>512 ",
+                                    inside="^_load_tiles")),
+    "float8: scales that another lane has not stored": (
+        "gather rows", mutants.Kind("", r"bar\.warp\.sync\s+-1;", ";", inside="^_load_tiles")),
+    "float8: products added before they are there": (
+        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )(\d);",
+                                    lambda m: f"{m[1]}{int(m[2]) + 1};", inside="^_add_scaled")),
+    "float8: stage reused while it is multiplied": (
+        "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_load_tiles")),
+    "float8: scales behind the rows' signal": (
+        "gather rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^raise_signal < _push_rows")),
 }  # fmt: skip
 
 
@@ -235,8 +266,9 @@ FAULTS = {
 def test_faults_are_found(ops: EmulatedDriver, fault: str) -> None:
     op, kind = FAULTS[fault]
     texts: dict[str, str] = {}
+    dtype = torch.float8_e4m3fn if fault.startswith("float8") else torch.bfloat16
     # Several tiles for a program, with more blocks of K than there are stages, or with one.
-    shapes = [Shape(176, 528, K, "even", bias=False) for K in (448, 64)]
+    shapes = [Shape(176, 528, K * 2 // dtype.itemsize, "even", bias=False) for K in (448, 64)]
 
     def run_with(change: Callable[[str, str], str | None], seed: int) -> None:
         ops.rewrite = lambda name, text: change(name, text) or text
@@ -246,7 +278,7 @@ def test_faults_are_found(ops: EmulatedDriver, fault: str) -> None:
             if seed % 4 > 1:
                 late = {"held": seed // 4 % 2, "held_until": 40, "held_after": 1, "tick": 0.01, "quantum": 3}
             how = replace(hostile(seed), idle_limit=300_000, **late)
-            cases.run(ops, [op] * 2, 2, torch.bfloat16, shapes[seed % 2], how, programs=1)
+            cases.run(ops, [op] * 2, 2, dtype, shapes[seed % 2], how, programs=1)
         finally:
             ops.rewrite = None
             ops.machine.waiting.clear()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from fusedtp.bench.cases import Case
 from fusedtp.bench.ranks import RankPool
 from fusedtp.choose import tuning
 from fusedtp.choose.tuning import Tuned
-from fusedtp.kernels import choices, gather_matmul, loading, matmul, matmul_all_reduce, matmul_scatter
+from fusedtp.kernels import choices, cores, gather_matmul, loading, matmul, matmul_all_reduce, matmul_scatter
 from fusedtp.kernels.choices import Choice
 from fusedtp.kernels.configs import TABLE, Config
 from fusedtp.kernels.matmul_all_reduce import splits_of
@@ -71,7 +72,25 @@ def test_what_is_chosen_takes_the_place_of_the_table() -> None:
     assert (made.block_n, made.num_warps, made.flatten, made.measured_pushers) == (128, 4, False, 8)
     # Eight warps move a narrow tile.
     assert (made.moving_warps, made.pointer_warps) == (8, 16)
-    assert set(tuning.LIMITS) | {"flatten"} == set(Choice._fields)
+    assert set(tuning.LIMITS) | {"flatten", "core"} == set(Choice._fields)
+    assert tuning.CORES == (cores.LOOP, cores.WARP_SPECIALISED)
+
+
+def test_tiles_of_the_other_core() -> None:
+    """They are tiles of the loop whose rows its warpgroups have; which core was chosen is told and applied."""
+    usual = choices.of_config(SM_90)
+    tried = choices.on_other_core((usual, *choices.tiles(SM_90, 1024, 3584, 2, **ROOM)))
+    assert tried[0] == usual._replace(core=cores.WARP_SPECIALISED)
+    assert len(tried) > 4
+    assert all((each.block_m, each.num_warps) in {(64, 4), (128, 8)} for each in tried)
+    assert str(tried[0]) == "128x256x64, 8 warps, warp-specialised"
+    made = choices.applied(SM_90, tried[0])
+    assert made == replace(SM_90, core=cores.WARP_SPECIALISED)
+    known = table(tuned(tried[0]), tuned(usual))
+    assert tuning.parse(tuning.dump(known)) == known
+    older = json.loads(tuning.dump(table(tuned())))
+    del older["kernels"][0]["choice"]["core"]
+    assert tuning.parse(json.dumps(older)) == table(tuned())
 
 
 def test_parts_of_a_contraction_and_pushers_that_were_chosen() -> None:
@@ -98,6 +117,7 @@ def test_what_is_written_is_read() -> None:
         ({"choice": {}}, "block_m"), ({"choice": SMALL._asdict() | {"block_m": 48}}, "power of two"),
         ({"choice": SMALL._asdict() | {"block_n": 512}}, "from 16 to 256"),
         ({"choice": SMALL._asdict() | {"flatten": 1}}, "flatten"),
+        ({"choice": SMALL._asdict() | {"core": "other"}}, "core"),
         ({"choice": SMALL._asdict() | {"num_stages": True}}, "num_stages"), ({"choice": 3}, "must be an object"),
     ],
 )  # fmt: skip

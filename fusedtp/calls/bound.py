@@ -48,7 +48,7 @@ class BoundTask(Prepared):
 
     def __init__(
         self, task: Task, schedule: str, group: ProcessGroup, device: torch.device, *, producer: str = "auto",
-        call: str = "", rows: Sequence[tuple[str, int]] = (), choice: Mapping[str, int] | None = None,
+        call: str = "", rows: Sequence[tuple[str, int]] = (), choice: Mapping[str, int | str] | None = None,
         lane: int = lanes.ORDINARY,
     ) -> None:  # fmt: skip
         if groups.inherited is not None:

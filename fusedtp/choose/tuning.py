@@ -63,6 +63,7 @@ LIMITS = {
     **dict.fromkeys(("block_m", "block_n", "block_k"), (16, 256)),
     "num_warps": (1, 16), "num_stages": (1, 6), "pushers": (0, 256), "splits": (0, 8),
 }  # fmt: skip
+CORES = "loop", "warp_specialised"
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Tuned(Size):
     - `version`: version of this package, whose kernels were measured.
     """
 
-    choice: Mapping[str, int] | None
+    choice: Mapping[str, int | str] | None
     ms: float
     usual_ms: float
     faster: float
@@ -280,15 +281,17 @@ def _tuned(entry: Entry) -> Tuned:
     )
 
 
-def _choice(entry: Entry) -> dict[str, int]:
-    entry.only(*LIMITS, "flatten")
+def _choice(entry: Entry) -> dict[str, int | str]:
+    # Older files have no core.
+    core = [name for name in ("core",) if name in entry.values]
+    entry.only(*LIMITS, "flatten", *core)
     numbers = {name: entry.integer(name, *limits) for name, limits in LIMITS.items()}
     for name in ("block_m", "block_n", "block_k", "num_warps"):
         if numbers[name] & (numbers[name] - 1):
             raise ValueError(f"{entry.where(name)} must be a power of two, got {numbers[name]}")
     if type(entry.value("flatten")) is not bool:
         raise ValueError(f"{entry.where('flatten')} must be true or false")
-    return numbers | {"flatten": entry.value("flatten")}
+    return numbers | {"flatten": entry.value("flatten"), "core": entry.text("core", among=CORES) if core else CORES[0]}
 
 
 def load(target: Path | None = None) -> tuple[Table | None, str, str]:

@@ -53,7 +53,7 @@ class Fused(ScheduleImpl):
 
     def __init__(
         self, ws: Workspace, task: Task, *, producer: str = "auto", split: bool = False, programs: int = 0,
-        choice: Mapping[str, int] | None = None,
+        choice: Mapping[str, int | str] | None = None,
     ) -> None:  # fmt: skip
         self.ws, self.task, self.producer, self.split = ws, task, producer, split
         self.choice = None if choice is None else of_fields(choice)
