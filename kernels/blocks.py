@@ -68,11 +68,11 @@ def entry(column, j):
 
 
 @triton.jit
-def pick(column, j, COUNT: tl.constexpr):
-    """Return the j-th of COUNT entries of a column."""
+def pick(column, j, COUNT: tl.constexpr, UNROLLED: tl.constexpr = MOST_UNROLLED):
+    """Return the j-th of COUNT entries of a column, which is a tuple if they are UNROLLED or fewer."""
     if COUNT == 1:
         return column[0]
-    elif COUNT > MOST_UNROLLED:
+    elif COUNT > UNROLLED:
         return entry(column, j)
     else:
         found = column[0]

@@ -425,11 +425,12 @@ class GatherMatmul:
     def __call__(
         self, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor], cs: Sequence[torch.Tensor],
         epilogue: TileEpilogue, table: torch.Tensor, *, pushed: bool, last: bool = True, scales: Scales | None = None,
+        arenas: tuple[torch.Tensor, ...] = (),
     ) -> Started | None:  # fmt: skip
         """Launch the kernel.
 
         bs, cs: each b and its c. pushed: the pieces are already under way. Else config.pushers programs push them, or
-        fewer for fewer pieces. last: end the epoch.
+        fewer for fewer pieces. last: end the epoch. arenas: the channel's, for a core that takes them.
         """
         layouts: list[object] = [pushed, a.dtype]
         for x in (a, *bs, *cs):
@@ -437,7 +438,9 @@ class GatherMatmul:
         key = tuple(layouts)
         known = self._memo.get(key) or self._memo.keep(key, self._find_out(channel, a, bs, cs, pushed, epilogue))
         if known.core is not None:
-            started: Started | None = known.core.gather(self, known, channel, a, bs, cs, epilogue, scales, table, last)
+            started: Started | None = known.core.gather(
+                self, known, channel, a, bs, cs, epilogue, scales, table, last, arenas
+            )
             return started
         (s0, s1), own, arena, config = a.stride(), None, None, known.config
         if known.a_by != "pointers":

@@ -58,7 +58,7 @@ LEFT = tl.constexpr(6)
 HARDWARE = tl.constexpr(7)
 GROWING = tl.constexpr(10)  # steps that this rank has taken in growing the workspace; for hosts only
 OUTCOME = tl.constexpr(11)  # two words, the outcome of the last growth on this rank; for hosts only
-TICKETS = tl.constexpr(13)  # programs of the running kernel that have begun, if they use `turn`
+TICKETS = tl.constexpr(13)  # turns that programs of the running kernel have taken, if they take any
 SIGNALS = tl.constexpr(16)  # the signal of (slot, source) is word SIGNALS + slot * world_size + source
 
 # Four slots hold fingerprints instead of signals, 64 bits a source: those of even epochs, then those of odd epochs.

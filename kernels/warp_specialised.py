@@ -2,7 +2,8 @@
 
 One warp loads: it locates tiles, waits for chunks of A that travel, and fills a ring of stages by TMA. Two warpgroups
 multiply what has arrived, and store a tile by TMA in halves. So waits, tables and the order of tiles are not in the
-warps that multiply. The hooks are those of `matmul`:
+warps that multiply. In a gather another warp pushes the own shard by TMA, in all programs. The hooks are those of
+`matmul`:
 
     LOCATE(ctx, index) -> Tile                  place of a tile
     A_CHUNK(ctx, tile, i, packed) -> Operand    i-th chunk of A for a tile, a descriptor; waits for the chunk
@@ -57,6 +58,7 @@ from .loading import Started, launch
 from .matmul import Whole, locate_whole, pack, unpack
 from .matmul_scatter import Partial, locate_own_chunk_last
 from .operands import (
+    END,
     LaunchParams,
     Left,
     Operand,
@@ -77,12 +79,12 @@ from .signal import (
     GIVEN_UP,
     LANES,
     SIGNALS,
+    TICKETS,
     Link,
     arrives_last,
     begin,
     cdiv,
     fingerprint_of,
-    half,
     header,
     leave,
     raise_signal,
@@ -99,6 +101,8 @@ _FLOAT8 = {torch.float8_e4m3fn: gl.float8e4nv, torch.float8_e5m2: gl.float8e5}
 _LOADER_REGISTERS, _WAITER_REGISTERS = 40, 56
 # Most stages: more hide no more latency.
 _MOST_STAGES = 6
+# Rows of a box that a warp pushes at a time, and number of boxes under way.
+_BOX_ROWS, _BOXES = 32, 4
 # Most sums of a thread in float8, whose products are in registers beside them.
 _MOST_FLOAT8_SUMS = 64
 # Shared memory of a program for stages and C; mbarriers and notes take less than 1 KiB of the 227 KiB.
@@ -120,6 +124,20 @@ class Ring(NamedTuple):
     chunks: gl.shared_memory_descriptor
     packed: gl.shared_memory_descriptor
     scales: gl.shared_memory_descriptor
+
+
+class Outgoing(NamedTuple):
+    """The own shard that a gather pushes, in boxes of a few rows of a block of K.
+
+    - `own`: descriptor of the shard. `regions`: those of its place in every rank's arena, which end where it ends.
+    - `ON_ROWS`: it is rows of A, not columns. `BUFFERS`: number of boxes under way. `END`: as in `Link`.
+    """
+
+    own: tl.tensor
+    regions: tl.tensor
+    ON_ROWS: tl.constexpr
+    BUFFERS: tl.constexpr
+    END: tl.constexpr
 
 
 class TileRange(NamedTuple):
@@ -288,11 +306,7 @@ def _multiply_tiles(ctx, share, ring, STORE: gl.constexpr):
         packed = _note(ring.packed, last)
         mbarrier.arrive(ring.empty.index(last))
         STORE(ctx, share, ring, row, chunk, packed, acc)
-    # Each thread waits for its stores to be seen, not only to have read; Triton before 3.8 has no op for that.
-    zero = share.num_steps * 0
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1
-    )
+    _stored(share.num_steps * 0)
 
 
 @gluon.jit
@@ -375,24 +389,83 @@ def _store_to_owner(ctx, share, ring, row, chunk, packed, acc):
     in_chunk = row - tl.load(ctx.table + chunk)
     # The owner's descriptor ends at the region's last row.
     _store_by_tma(
-        pick_any(share.outs, chunk, ctx.link.group.WORLD_SIZE), ring.c, ctx.link.epoch & 1, ctx.region_row + in_chunk,
-        col, acc,
+        pick(share.outs, chunk, ctx.link.group.WORLD_SIZE, ctx.link.group.WORLD_SIZE), ring.c, ctx.link.epoch & 1,
+        ctx.region_row + in_chunk, col, acc,
     )  # fmt: skip
 
 
 @gluon.jit
-def pick_any(column, j, COUNT: gl.constexpr):
-    """Return the j-th of COUNT descriptors."""
-    found = column[0]
-    for i in gl.static_range(1, COUNT):
-        if j == i:
-            found = column[i]
-    return found
+def _stored(x):
+    # x, when each thread's TMA stores are seen, and have not only read; Triton before 3.8 has no op for that.
+    return gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _push_pieces(ctx, outgoing, buffers, arrived):
+    # Push pieces of the own shard until none is left, for the rank that needs them soonest first. A program takes the
+    # next piece by a counter, so one program on a multiprocessor is enough: no piece waits for a later program.
+    link = ctx.link
+    WORLD_SIZE: gl.constexpr = ctx.link.group.WORLD_SIZE
+    PIECE: gl.constexpr = ctx.chunks.PIECE
+    BUFFERS: gl.constexpr = arrived.shape[0]
+    AHEAD: gl.constexpr = BUFFERS // 2
+    ROWS: gl.constexpr = outgoing.own.block_type.shape[1]
+    COLS: gl.constexpr = outgoing.own.block_type.shape[2]
+    FIRST: gl.constexpr = 1 if ctx.a.IN_PLACE else 0
+    if outgoing.ON_ROWS:
+        dst_row = tl.load(ctx.chunks.table + link.rank)
+        num_rows = tl.load(ctx.chunks.table + link.rank + 1) - dst_row
+    else:
+        dst_row = link.rank * ctx.M
+        num_rows = ctx.M
+    pieces = cdiv(num_rows, PIECE)
+    total = pieces * (WORLD_SIZE - FIRST)
+    across = cdiv(ctx.a.cols, COLS)
+    tickets = header(link.group, link.rank) + TICKETS
+    first = 0
+    taken = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    while taken < total:
+        dst = (link.rank + WORLD_SIZE - FIRST - taken // pieces) % WORLD_SIZE
+        row = taken % pieces * PIECE
+        rows = min(PIECE, num_rows - row)
+        region = pick(outgoing.regions, dst, WORLD_SIZE, WORLD_SIZE)
+        num_boxes = cdiv(rows, ROWS) * across
+        for i in range(num_boxes + AHEAD):
+            if i < num_boxes:
+                at = (first + i) % BUFFERS
+                # The last store from this buffer has read it.
+                tma.store_wait(pendings=BUFFERS - AHEAD - 1)
+                mbarrier.expect(arrived.index(at), outgoing.own.block_type.nbytes)
+                _load(
+                    outgoing.own, [0, row + i // across * ROWS, i % across * COLS], arrived.index(at), buffers.index(at)
+                )  # fmt: skip
+            if i >= AHEAD:
+                box = i - AHEAD
+                at = (first + box) % BUFFERS
+                mbarrier.wait(arrived.index(at), (first + box) // BUFFERS & 1)
+                _store(
+                    region, [link.epoch & 1, dst_row + row + box // across * ROWS, box % across * COLS],
+                    buffers.index(at),
+                )  # fmt: skip
+        first += num_boxes
+        if ctx.tiles.SCALES != "":
+            received, words = received_scale(link, dst, dst_row + row, ctx.chunks.pitch)
+            offs = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0])).to(gl.int64)
+            for i in range(0, rows, 32):
+                scale = gl.load(ctx.scales.a[0] + row + i + offs, mask=offs < rows - i)
+                gl.store(received + (i + offs) * words, scale, mask=offs < rows - i)
+        raise_signal(link, dst, _stored(row) // PIECE + FIRST_SLOT)
+        taken = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    if taken == total + gl.num_programs(0) - 1:
+        # No program takes another one before the next kernel.
+        tl.store(tickets, 0)
 
 
 @gluon.jit
 def _run(
-    ctx, share, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
+    ctx, share, outgoing, a_desc, b_desc, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOCATE: gl.constexpr,
     A_CHUNK: gl.constexpr, B_CHUNK: gl.constexpr, A_SCALE: gl.constexpr, STORE: gl.constexpr,
     NUM_K_CHUNKS: gl.constexpr,
 ):  # fmt: skip
@@ -417,17 +490,37 @@ def _run(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
+    if outgoing is not None:
+        boxes = gl.allocate_shared_memory(
+            outgoing.own.dtype, [outgoing.BUFFERS] + outgoing.own.block_type.shape, outgoing.own.layout,  # noqa: RUF005
+        )  # fmt: skip
+        arrived = gl.allocate_shared_memory(gl.int64, [outgoing.BUFFERS, 1], mbarrier.MBarrierLayout())
+        for s in gl.static_range(outgoing.BUFFERS):
+            mbarrier.init(arrived.index(s), count=1)
     # TMA counts at the mbarriers, in another proxy.
     fence_async_shared()
     ring = Ring(a, b, c, full, empty, rows, chunks, packed, scales)
-    gl.warp_specialize(
-        [
-            (_multiply_tiles, (ctx, share, ring, STORE)),
-            (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, A_SCALE, NUM_K_CHUNKS)),
-        ],
-        [1],
-        [REGISTERS],
-    )
+    if outgoing is None:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (ctx, share, ring, STORE)),
+                (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, A_SCALE, NUM_K_CHUNKS)),
+            ],
+            [1],
+            [REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_tiles, (ctx, share, ring, STORE)),
+                (_load_tiles, (ctx, share, ring, LOCATE, A_CHUNK, B_CHUNK, A_SCALE, NUM_K_CHUNKS)),
+                (_push_pieces, (ctx, outgoing, boxes, arrived)),
+            ],
+            [1, 1],
+            [REGISTERS, REGISTERS],
+        )
+        for s in gl.static_range(outgoing.BUFFERS):
+            mbarrier.invalidate(arrived.index(s))
     for s in gl.static_range(STAGES):
         mbarrier.invalidate(full.index(s))
         mbarrier.invalidate(empty.index(s))
@@ -463,7 +556,7 @@ def _warp_specialised_matmul_kernel(
     share = TileRange(gl.program_id(0), gl.num_programs(0), num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0)
     # Built in the call, as a tuple that is assigned to a name loses its constants.
     _run(
-        Whole(a, b, c, epilogue, None, tiles, M, 0), share, a.desc[0], b.desc[0], STAGES, REGISTERS,
+        Whole(a, b, c, epilogue, None, tiles, M, 0), share, None, a.desc[0], b.desc[0], STAGES, REGISTERS,
         locate_whole, _a_whole, b_of_term, _scale_of_whole, _store_whole, 1,
     )  # fmt: skip
 
@@ -500,83 +593,33 @@ def _raise_to_all(link, slot):
         )  # fmt: skip
 
 
-@gluon.jit
-def _push_rows(link, src, stride, num_rows, cols, scale, dst, dst_row, pitch, turn, num_pushers, PIECE: gl.constexpr):
-    # The pieces turn, turn + num_pushers, .. of the own rows, which are contiguous, to rank `dst`: 16 bytes a thread.
-    # scale: of float8 rows, or None.
-    WIDTH: gl.constexpr = 16 * 8 // src.dtype.element_ty.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, WIDTH], [1, 32], [gl.num_warps(), 1], [1, 0])
-    ROWS: gl.constexpr = 4 * gl.num_warps()
-    offs_m = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)).to(gl.int64)
-    offs_n = gl.arange(0, 32 * WIDTH, gl.SliceLayout(0, LAYOUT))
-    base = half(link, dst, src.dtype.element_ty)
-    for piece in range(turn, cdiv(num_rows, PIECE), num_pushers):
-        end = min((piece + 1) * PIECE, num_rows)
-        for row in range(piece * PIECE, end, ROWS):
-            rows = (row + offs_m)[:, None]
-            for col in range(0, cols, 32 * WIDTH):
-                columns = (col + offs_n)[None, :]
-                mask = (rows < end) & (columns < cols)
-                block = gl.load(src + rows * stride + columns, mask=mask)
-                gl.store(base + (dst_row + rows) * pitch + columns, block, mask=mask)
-        if scale is not None:
-            received, words = received_scale(link, dst, dst_row, pitch)
-            THREADS: gl.constexpr = 32 * gl.num_warps()
-            offs = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])).to(gl.int64)
-            for row in range(piece * PIECE, end, THREADS):
-                of_rows = gl.load(scale + row + offs, mask=offs < end - row)
-                gl.store(received + (row + offs) * words, of_rows, mask=offs < end - row)
-        raise_signal(link, dst, piece + FIRST_SLOT)
-
-
-@gluon.jit
-def _push(link, a, scale, pid, num_pushers, num_rows, dst_row, pitch, WITH_OWN: gl.constexpr, PIECE: gl.constexpr):
-    # `push_to_all` for rows that are contiguous.
-    turn = pid
-    for i in range(0 if WITH_OWN else 1, link.group.WORLD_SIZE):
-        dst = (link.rank + link.group.WORLD_SIZE - i) % link.group.WORLD_SIZE
-        _push_rows(link, a.ptr, a.stride_m, num_rows, a.cols, scale, dst, dst_row, pitch, turn, num_pushers, PIECE)
-        turn = (turn + num_pushers - cdiv(num_rows, PIECE) % num_pushers) % num_pushers
-
-
-@gluon.jit(do_not_specialize=["rank", "fingerprint", "num_rows", "dst_row", "num_tiles", "skipped_rounds", "num_steps"])
+@gluon.jit(do_not_specialize=["rank", "fingerprint", "num_tiles", "num_steps"])
 def _warp_specialised_gather_kernel(
-    a, b, c, outs, epilogue, scales, tiles, chunks, group, rank, fingerprint: tl.int64, num_rows, dst_row, num_tiles,
-    skipped_rounds, num_steps, M, PUSHERS: gl.constexpr, CONTRACTION: gl.constexpr, LAST: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    a, b, c, outs, epilogue, scales, tiles, chunks, outgoing, group, rank, fingerprint: tl.int64, num_tiles, num_steps,
+    M, CONTRACTION: gl.constexpr, LAST: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Push the own shard in the first programs, and multiply in the others: `_gather_matmul_kernel` on this core.
+    """Multiply, and push the own shard beside that if it is outgoing: `_gather_matmul_kernel` on this core.
 
     Waits for: pieces of other ranks' shards, and of the own shard without IN_PLACE, in the warp that loads. Raised by
-    programs with lower ids, which wait for nothing, or (PUSHERS = 0) by what was issued earlier.
+    the warps that push, which wait for nothing, or by what was issued earlier.
     """
     link = Link(group, rank, begin(group, rank), fingerprint, 0)
     pid = gl.program_id(0)
     num_programs = gl.num_programs(0)
-    if PUSHERS > 0:
+    if outgoing is not None:
         if pid == 0:
             _enter(link)
-    if PUSHERS > 0 and pid < PUSHERS:
-        _push(
-            link, a, None if scales is None else scales.a[0], pid, PUSHERS, num_rows, dst_row, chunks.pitch,
-            not a.IN_PLACE, chunks.PIECE,
-        )  # fmt: skip
-    else:
-        first, end = work_indices(
-            pid - PUSHERS, num_programs - PUSHERS, PUSHERS, skipped_rounds,
-            num_tiles // 2 if epilogue.GATED else num_tiles, epilogue.GATED,
-        )  # fmt: skip
-        _run(
-            Gathered(
-                Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, skipped_rounds,
-                scales, PUSHERS, 0,
-            ),
-            TileRange(first, num_programs - PUSHERS, end, num_steps, outs, 0), a.arena_desc, b.desc[0], STAGES,
-            REGISTERS, locate_whole_gathered if CONTRACTION or chunks.JOINED else locate_own_chunk_first,
-            a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight,
-            _scale_of_contraction if CONTRACTION else _scale_of_rows, _store_gathered,
-            group.WORLD_SIZE if CONTRACTION else 1,
-        )  # fmt: skip
+    first, end = work_indices(
+        pid, num_programs, 0, 0, num_tiles // 2 if epilogue.GATED else num_tiles, epilogue.GATED
+    )  # fmt: skip
+    _run(
+        Gathered(Link(group, rank, link.epoch, fingerprint, 0), a, b, c, epilogue, tiles, chunks, M, 0, scales, 0, 0),
+        TileRange(first, num_programs, end, num_steps, outs, 0), outgoing, a.arena_desc, b.desc[0], STAGES, REGISTERS,
+        locate_whole_gathered if CONTRACTION or chunks.JOINED else locate_own_chunk_first,
+        a_gathered_contraction if CONTRACTION else a_gathered_rows, b_of_weight,
+        _scale_of_contraction if CONTRACTION else _scale_of_rows, _store_gathered,
+        group.WORLD_SIZE if CONTRACTION else 1,
+    )  # fmt: skip
     if LAST:
         leave(link, num_programs)
 
@@ -599,7 +642,7 @@ def _warp_specialised_scatter_kernel(
             Link(group, rank, link.epoch, fingerprint, 0), a, b, tiles, table, M, region_row, 0, scales, False, False, 0
         ),
         TileRange(gl.program_id(0), num_programs, num_tiles, cdiv(b.K[0], tiles.BLOCK_K), outs, 0),
-        a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _scale_of_whole,
+        None, a.desc[0], b.desc[0], STAGES, REGISTERS, locate_own_chunk_last, _a_whole, b_of_term, _scale_of_whole,
         _store_to_owner, 1,
     )  # fmt: skip
     # As `finish`.
@@ -644,15 +687,19 @@ def refusal(
         return f"a warpgroup of four warps has 64 rows, not {config.block_m} rows for {config.num_warps} warps"
     if scales and config.block_m * config.block_n > _MOST_FLOAT8_SUMS * 32 * config.num_warps:
         return f"a thread has no registers for float8 products of {config.block_m} x {config.block_n}"
-    if stages_of(config, dtype.itemsize) < 2:
+    if stages_of(config, dtype.itemsize, pushes=pushers > 0) < 2:
         return f"two stages of {config.block_m} x {config.block_n} x {config.block_k} do not fit into shared memory"
     return ""
 
 
-def stages_of(config: Config, itemsize: int) -> int:
-    """Return how many stages of operands fit, with float8 rows' scales, beside half a tile of C in 16 bits."""
+def stages_of(config: Config, itemsize: int, *, pushes: bool = False) -> int:
+    """Return how many stages of operands fit, with float8 rows' scales, beside half a tile of C in 16 bits.
+
+    pushes: beside boxes that are pushed, too.
+    """
     stage = (config.block_m + config.block_n) * config.block_k * itemsize + 4 * config.block_m * (itemsize == 1)
-    return min(_MOST_STAGES, (_RING_BYTES - config.block_m * config.block_n) // stage)
+    room = _RING_BYTES - config.block_m * config.block_n - _BOXES * _BOX_ROWS * config.block_k * itemsize * pushes
+    return min(_MOST_STAGES, room // stage)
 
 
 def _layout(block: list[int], dtype: torch.dtype) -> Any:
@@ -690,7 +737,9 @@ def _outs_of(cs: Sequence[torch.Tensor], epilogue: TileEpilogue, config: Config)
 
 
 def _options(config: Config) -> dict[str, Any]:
-    return {"num_warps": config.num_warps, **FP_FUSION}
+    # Triton gives a thread of eight warps 256 registers, of which ptxas knows 255.
+    most = {"maxnreg": 248} if config.num_warps == 4 else {}
+    return {"num_warps": config.num_warps, **most, **FP_FUSION}
 
 
 def matmul(
@@ -704,23 +753,47 @@ def matmul(
     )  # fmt: skip
 
 
+def _outgoing_of(
+    of: GatherMatmul, known: GatherLaunchParams, channel: Channel, a: torch.Tensor, arenas: Sequence[torch.Tensor]
+) -> Outgoing:
+    num_rows, dst_row, *_ = known.counts
+    block = [1, min(_BOX_ROWS, of.piece_rows), known.config.block_k]
+    half_length, layout = channel.half_bytes // a.element_size(), _layout(block, a.dtype)
+
+    def region(arena: torch.Tensor) -> TensorDescriptor:
+        shape = [2, dst_row + max(1, num_rows), max(1, a.shape[1])]
+        return TensorDescriptor(arena.view(a.dtype), shape, [half_length, of.pitch, 1], block, layout)
+
+    own = region(channel.data)
+    if a.numel():
+        own = TensorDescriptor(a, [1, *a.shape], [num_rows * a.stride(0), *a.stride()], block, layout)
+    return Outgoing(own, tuple(map(region, arenas)), tl.constexpr(of.on_rows), tl.constexpr(_BOXES), END)
+
+
 def gather(
     of: GatherMatmul, known: GatherLaunchParams, channel: Channel, a: torch.Tensor, bs: Sequence[torch.Tensor],
     cs: Sequence[torch.Tensor], epilogue: TileEpilogue, scales: Scales | None, table: torch.Tensor, last: bool,
+    arenas: Sequence[torch.Tensor],
 ) -> Started | None:  # fmt: skip
-    """Launch c = gather(a) @ b for each b, which `refusal` has allowed; `of`: the launcher, `known`: its parameters."""
-    config, (rows, cols) = known.config, known.arena
+    """Launch c = gather(a) @ b for each b, which `refusal` has allowed.
+
+    of: the launcher, `known`: its parameters. arenas: the channel's. All programs push if any is to: `late` and skipped
+    rounds are of the other core.
+    """
+    config = known.config
+    rows, cols = known.arena
     arena = _of_gluon(of_arena(channel, a.dtype, rows, cols, of.pitch, config))
     own = _of_gluon(of_left(a, "rows", config)) if a.numel() and a.stride(1) == 1 else arena
     a_by, in_place, *chunks = known.flags
     lengths = [bs[0].shape[0]] if of.on_rows else of.sizes
     num_steps = sum(-(-length // config.block_k) for length in lengths)
-    return launch(_warp_specialised_gather_kernel, known.grid)(
+    outgoing = _outgoing_of(of, known, channel, a, arenas) if known.pushers else None
+    return launch(_warp_specialised_gather_kernel, (config.programs,))(
         Shard(a, own, arena, a.stride(0), a.stride(1), a.shape[1], a_by, in_place),
         _right_of(bs, known.b_by, config, terms=False), outputs_of(*cs), _outs_of(cs, epilogue, config), epilogue,
-        scales, known.tiles, Chunks(table, of.pitch, *chunks), channel.group(of.op), channel.rank, channel.fingerprint,
-        *known.counts, num_steps, cs[0].shape[0], known.pushers, not of.on_rows, last,
-        stages_of(config, a.element_size()), _WAITER_REGISTERS, **_options(config),
+        scales, known.tiles, Chunks(table, of.pitch, *chunks), outgoing, channel.group(of.op), channel.rank,
+        channel.fingerprint, known.counts[2], num_steps, cs[0].shape[0], not of.on_rows, last,
+        stages_of(config, a.element_size(), pushes=bool(known.pushers)), _WAITER_REGISTERS, **_options(config),
     )  # fmt: skip
 
 

@@ -192,6 +192,8 @@ def test_ops(ops: EmulatedDriver, op: str, dtype: str) -> None:
         assert cases.run(ops, [op, op], world_size, (cases.DTYPES | cases.FLOAT8)[dtype], how, hostile(seed)).executed
     assert kernel in {program.name for program in ops.programs.values()}
     assert not {"_gather_matmul_kernel", "_matmul_scatter_kernel"} & {each.name for each in ops.programs.values()}
+    # ptxas ignores a limit above 255.
+    assert not any(".maxnreg 256" in text for text in ops.programs)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -243,7 +245,7 @@ FAULTS = {
     "no barrier of a role": ("gather rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^_store_half")),
     "signal before the store has ended": (
         "scatter rows", mutants.Kind("", r"(cp\.async\.bulk\.wait_group) 0;", r"\1.read 0;",
-                                     inside="^_multiply_tiles")),
+                                     inside="^_stored < _multiply_tiles")),
     "signal that releases nothing": (
         "scatter rows", mutants.Kind("", r"(sys)\.release(\.exch)", r"\1.relaxed\2",
                                      inside="^_raise_to_all < _warp_specialised_scatter")),
@@ -257,8 +259,23 @@ FAULTS = {
                                     lambda m: f"{m[1]}{int(m[2]) + 1};", inside="^_add_scaled")),
     "float8: stage reused while it is multiplied": (
         "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_load_tiles")),
-    "float8: scales behind the rows' signal": (
-        "gather rows", mutants.Kind("", r"bar\.sync\s+0, 256;", ";", inside="^raise_signal < _push_rows")),
+    "float8: scales of another lane behind the rows' signal": (
+        "gather rows", mutants.Kind("", r"bar\.warp\.sync\s+-1;", ";", inside="^raise_signal < _push_pieces")),
+    "push: signal before the store has ended": (
+        "gather rows", mutants.Kind("", r"(cp\.async\.bulk\.wait_group) 0;", r"\1.read 0;", inside="^_stored < _push")),
+    "push: signal that releases nothing": (
+        "gather rows", mutants.Kind("", r"(sys)\.release(\.exch)", r"\1.relaxed\2", inside="raise_signal < _push")),
+    "push: box loaded while TMA stores it": (
+        "gather rows", mutants.Kind("", r"cp\.async\.bulk\.wait_group\.read\s+1;", ";", inside="^_push_pieces")),
+    "push: box stored before it is loaded": (
+        "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_push_pieces")),
+    "push: phase of a box": (
+        "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 0;", inside="^_push_pieces")),
+    "push: pieces are counted on": (
+        "gather rows", mutants.Kind("", r"@%p\d+ st\.global\.b32[^;]*;", ";", inside="^_push_pieces")),
+    "push: the other half of an arena": (
+        "gather rows", mutants.Kind("", r"(tensor\.3d\.global[^{]*\{[^,]*,[^,]*, )%r\d+\}", r"\g<1>1}",
+                                    inside="^_push_pieces")),
 }  # fmt: skip
 
 

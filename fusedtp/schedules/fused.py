@@ -254,6 +254,9 @@ class FusedProduct:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
         launch, issued = self._launch or self._launcher(by), on.split or by == "copy"
         start = partial(launch, ws.channel(), own, bs, cs, epilogue, ws.table(gather.sizes), scales=scales)
+        if launch.config.core != "loop":
+            # A core that stores by TMA describes its peers' arenas.
+            start = partial(start, arenas=ws.channel().arenas)
         if by == "copy" and not on.split:
             layouts = producers.layouts_of(x, *(epilogue.bias or ()), *(each.other for each in in_kernel))
             in_capture = partial(start, pushed=False, last=not others)

@@ -153,7 +153,18 @@ def gathered(
     own, other = _data(shard), _data(b)
 
     def launch(out: Tensor) -> None:
-        kernel(arenas.channel, own, [other], [out], epilogue, at, pushed=pushed, last=last, scales=scales)
+        kernel(
+            arenas.channel,
+            own,
+            [other],
+            [out],
+            epilogue,
+            at,
+            pushed=pushed,
+            last=last,
+            scales=scales,
+            arenas=arenas.channel.arenas,
+        )
 
     return arenas, launch
 

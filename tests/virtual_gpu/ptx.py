@@ -101,8 +101,8 @@ def parse(text: str) -> Source:
     scopes, last, where = [0], 0, ""
     begin = text.index("\n{")
     cap = re.search(r"\.maxnreg (\d+)", text[:begin])
-    # The lines so far of a statement of several lines.
-    table = ""
+    # The lines so far of a statement of several lines, and the line before it, which may be its label.
+    table = before = ""
     for number, line in enumerate(text[begin + 2 :].split("\n"), text[: begin + 2].count("\n")):
         line = line.split("//")[0].strip()
         if found := re.match(r"\.loc\s+(\d+) (\d+)", line):
@@ -111,10 +111,11 @@ def parse(text: str) -> Source:
         if table or ".branchtargets" in line:
             table += line
             if line.endswith(";"):
-                name, targets = table[:-1].split(": .branchtargets")
+                name, targets = (before * table.startswith(".") + table[:-1]).replace(" ", "").split(":.branchtargets")
                 tables[_scoped(name, scopes[-1])] = [_scoped(each.strip(), scopes[-1]) for each in targets.split(",")]
                 table = ""
             continue
+        before = line
         if line.startswith("{") and (rest := line[1:].strip()) is not None and not line.endswith("},"):
             last += 1
             scopes.append(last)
