@@ -167,20 +167,17 @@ def atomics(built: Built) -> None:
 
 
 def releases(built: Built) -> None:
-    """Between a program's last store of data and the signal or arrival that releases it lies a barrier."""
+    """Between a program's last store of data and the signal that releases it lies a barrier of all its threads."""
     if not VARIANTS[built.case.variant].raises or VARIANTS[built.case.variant].module == "steps":
         return
     # Where nothing waits, single words are scales.
     single = built.case.is_float8 and not built.case.blocks and not VARIANTS[built.case.variant].multiplies
     if _is_ptx(built):
-        store, release = r"\bst\.global\.(v\d|b16)|\bmultimem\.st", r"\.release\.exch|gpu\.acq_rel\.add"
+        store, release = r"\bst\.global\.(v\d|b16)|\bmultimem\.st", r"\.release\.exch"
         barrier = r"\bbar\.sync|\bbarrier\.sync"
         store += r"|\bst\.global\.b32" if single else ""
     else:
         store, barrier, release = r"^global_store_(dwordx|short)", r"^s_barrier", r"^buffer_wbl2 sc0 sc1"
-        if VARIANTS[built.case.variant].module == "matmul_scatter":
-            # Arrivals. With Triton 3.6 those who wait have more of this scope.
-            release += r"|^buffer_wbl2 sc1"
         store += r"|^global_store_dword\b" if single else ""
     if single:
         scales = built.ordered.matching(store.rpartition("|")[2])

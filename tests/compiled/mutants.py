@@ -114,10 +114,6 @@ MUTANTS = (
         (("signal", "    tl.debug_barrier()\n    signal =", "    signal ="),),
     ),
     Mutant(
-        "no barrier before an arrival", checks.releases, _SCATTER,
-        (("signal", "    tl.debug_barrier()\n    arrived =", "    arrived ="),),
-    ),
-    Mutant(
         "no signal at the end", checks.atomics, _SCATTER,
         (("signal", "    if arrives_last(link, num_programs):\n        raise_to_all(link, slot)", "    pass"),),
     ),
