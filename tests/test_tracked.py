@@ -8,7 +8,7 @@ from fusedtp.bench import regress
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import Job
 from fusedtp.bench.ranks import RankPool
-from fusedtp.bench.ratios import ratio_of, together
+from fusedtp.bench.ratios import ratio_of, slowed, together
 from fusedtp.bench.regress import Tracked
 from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
@@ -28,11 +28,12 @@ def test_rounds_on_ranks(pool: RankPool) -> None:
 
 def test_what_is_planted_scales_the_rounds() -> None:
     turns = [Outcome("decomposed", "forward", Verdict(), Timing.of([1.0, 2.0])) for _ in range(2)]
-    timing = together(turns, {"decomposed": 1.5, "unfused": 3.0}).timing
+    (joined,) = together([[turn] for turn in turns])
+    timing = slowed(joined, 1.5).timing
     assert timing is not None
     assert timing.rounds_ms == (1.5, 3.0, 1.5, 3.0)
     wrong = Outcome("decomposed", "forward", Verdict(error="wrong"))
-    assert together([*turns, wrong], {}) == wrong
+    assert [slowed(each, 1.5) for each in together([[*turns], [wrong]])] == [wrong]
 
 
 def test_ratios_are_of_the_same_round(make_row: object) -> None:
