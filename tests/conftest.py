@@ -98,7 +98,9 @@ def _poisoned_parent() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers() -> Iterator[None]:
     """Keep fork servers that have imported torch; each environment has one server for all pools."""
-    with kept(os.environ.get(PRELOAD, " ".join(IN_RANKS))):
+    # Some of them initialise CUDA, which no forked process can do again.
+    preload = "" if torch.cuda.is_available() else " ".join(IN_RANKS)
+    with kept(os.environ.get(PRELOAD, preload)):
         yield
 
 
