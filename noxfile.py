@@ -170,7 +170,9 @@ def launches(session: nox.Session, triton: str) -> None:
     """Launch kernels through this Triton's own driver and launcher, and execute a spread of them on a CPU."""
     install(session, triton=triton)
     env = {**ONE_THREAD, "TRITON_INTERPRET": "0"}
-    session.run("pytest", "-m", "emulated", *session.posargs, env=env)
+    # Faults of the warp-specialised core are planted in the text of one Triton's PTX.
+    chosen = () if triton == PINNED["triton"] else ("-k", "not test_faults_are_found")
+    session.run("pytest", "-m", "emulated", *chosen, *session.posargs, env=env)
 
 
 @nox.session
