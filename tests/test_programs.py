@@ -25,7 +25,7 @@ from .soak.performing import CANNOT_GROW, perform, wrong
 from .soak.programs import AXES, SLOW, STEADY, STEPS, WRONG, program
 from .soak.runs import WEIGHTS, run_programs
 
-SEED, CALLS = 20, 200
+SEED, CALLS = 20, 400
 
 
 @pytest.fixture(scope="module")
