@@ -46,7 +46,8 @@ def test_calls_of_random_programs(own_pool: RankPool) -> None:
     assert came["limit: told"]
     for kind in ("line", "signal"):
         assert came[f"{kind}: right"]
-    assert came["line: told"] + came["signal: told"]
+    # How many peers notice depends on the moment.
+    assert counts["line, on a rank: interrupted"] + counts["signal, on a rank: interrupted"]
     assert (
         counts["differs, on a rank: RanksDisagree"] + counts[f"differs, on a rank: {CANNOT_GROW}"]
         > counts["differs, on a rank: PeerTimeout"]
