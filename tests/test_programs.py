@@ -36,18 +36,21 @@ def own_pool() -> Iterator[RankPool]:
 
 
 def test_calls_of_random_programs(own_pool: RankPool) -> None:
-    counts = run_programs(own_pool, CALLS, SEED, slow=False)
+    counts, batches = Counter[str](), 0
+    # A signal's moment is chance, and a batch may have none that a peer notices.
+    while not counts["line: told"] + counts["signal: told"] and batches < 5:
+        counts += run_programs(own_pool, CALLS, SEED + batches, slow=False)
+        batches += 1
     came = Counter({what: count for what, count in counts.items() if "on a rank" not in what})
     # Two ranks, each of which is in every group.
-    assert came.total() == 2 * CALLS
+    assert came.total() == 2 * CALLS * batches
     assert {what.partition(":")[0] for what in came} == {*STEADY, *WRONG}
     # A disagreement is always told. An interruption may go unnoticed, and so may a limit if no memory was needed.
     assert not came["differs: right"]
     assert came["limit: told"]
     for kind in ("line", "signal"):
         assert came[f"{kind}: right"]
-    # How many peers notice depends on the moment.
-    assert counts["line, on a rank: interrupted"] + counts["signal, on a rank: interrupted"]
+    assert came["line: told"] + came["signal: told"]
     assert (
         counts["differs, on a rank: RanksDisagree"] + counts[f"differs, on a rank: {CANNOT_GROW}"]
         > counts["differs, on a rank: PeerTimeout"]
