@@ -248,7 +248,8 @@ def _half_under_way(ctx, ring, stage, FIRST: gl.constexpr):
 @gluon.jit
 def _add_scaled(ctx, ring, step, lo, hi, COUNT: gl.constexpr):
     # Add the products of COUNT stages from `step` on to both halves of the columns. One half is multiplied while the
-    # other one is added. Nothing is under way at the end: ptxas would not see which one a wait in the next turn is for.
+    # other one is added: a wait takes the sum that is added before it, which the compiler would otherwise put behind
+    # the last wait. Nothing is under way at the end: ptxas would not see which one a wait in the next turn is for.
     STAGES: gl.constexpr = ring.full.shape[0]
     HALF: gl.constexpr = ctx.tiles.BLOCK_N // 2
     ROWS: gl.constexpr = gl.SliceLayout(1, lo.type.layout)
@@ -263,12 +264,15 @@ def _add_scaled(ctx, ring, step, lo, hi, COUNT: gl.constexpr):
         stage = (step + i) % STAGES
         mbarrier.wait(ring.full.index(stage), (step + i) // STAGES & 1)
         first = _half_under_way(ctx, ring, stage, 0)
-        hi += warpgroup_mma_wait(num_outstanding=1, deps=(second,)) * scale[:, None]
+        second, lo = warpgroup_mma_wait(num_outstanding=1, deps=(second, lo))
+        hi += second * scale[:, None]
         mbarrier.arrive(ring.empty.index(before))
         second = _half_under_way(ctx, ring, stage, HALF)
         scale = ring.scales.index(stage).load(ROWS)
-        lo += warpgroup_mma_wait(num_outstanding=1, deps=(first,)) * scale[:, None]
-    hi += warpgroup_mma_wait(num_outstanding=0, deps=(second,)) * scale[:, None]
+        first, hi = warpgroup_mma_wait(num_outstanding=1, deps=(first, hi))
+        lo += first * scale[:, None]
+    second, lo = warpgroup_mma_wait(num_outstanding=0, deps=(second, lo))
+    hi += second * scale[:, None]
     return lo, hi
 
 

@@ -259,9 +259,9 @@ FAULTS = {
                                     inside="^_load_tiles")),
     "float8: scales that another lane has not stored": (
         "gather rows", mutants.Kind("", r"bar\.warp\.sync\s+-1;", ";", inside="^_load_tiles")),
-    # The compiler adds behind the last wait, so the others may be left out.
     "float8: products added before they are there": (
-        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )0;", r"\g<1>1;", inside="^_add_scaled")),
+        "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )(\d);",
+                                    lambda m: f"{m[1]}{int(m[2]) + 1};", inside="^_add_scaled")),
     "float8: stage reused while it is multiplied": (
         "gather rows", mutants.Kind("", r"@!complete bra\.uni waitLoop;", "", inside="^_load_tiles")),
     "float8: scales of another lane behind the rows' signal": (
