@@ -90,7 +90,9 @@ def sweep(
     ] = None,
     op: Annotated[
         str | None,
-        typer.Option(help="all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, of ops; default all."),
+        typer.Option(
+            help="Of the suite ops: all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce; default all."
+        ),
     ] = None,
     schedule: Annotated[
         str | None,

@@ -20,6 +20,7 @@ from ..cost.overlap import IN_SWITCH, MULTICAST, ONE_KERNEL_ROWS, ONE_SHOT, num_
 from ..cost.work import Work
 from ..epilogue import Epilogue
 from ..kernels.choices import applied, of_fields
+from ..kernels.configs import LOOP
 from ..kernels.epilogue import TileEpilogue, epilogue_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
@@ -254,7 +255,7 @@ class FusedProduct:
             own, bs, scales = x.data, [b.data for b in bs], scales_of([x], bs)
         launch, issued = self._launch or self._launcher(by), on.split or by == "copy"
         start = partial(launch, ws.channel(), own, bs, cs, epilogue, ws.table(gather.sizes), scales=scales)
-        if launch.config.core != "loop":
+        if launch.config.core != LOOP:
             # A core that stores by TMA describes its peers' arenas.
             start = partial(start, arenas=ws.channel().arenas)
         if by == "copy" and not on.split:
@@ -317,7 +318,7 @@ class FusedScatter:
             lefts, rights = [a.data for a in lefts], [b.data for b in rights]
         channel = ws.channel()
         # A core that stores by TMA describes its peers' arenas.
-        arenas = () if self._config.core == "loop" else channel.arenas
+        arenas = () if self._config.core == LOOP else channel.arenas
         self._launch(channel, lefts, rights, ws.table(self._sizes), scales, arenas)
 
     def put(self, x: Tensor) -> None:

@@ -154,17 +154,9 @@ def gathered(
 
     def launch(out: Tensor) -> None:
         kernel(
-            arenas.channel,
-            own,
-            [other],
-            [out],
-            epilogue,
-            at,
-            pushed=pushed,
-            last=last,
-            scales=scales,
+            arenas.channel, own, [other], [out], epilogue, at, pushed=pushed, last=last, scales=scales,
             arenas=arenas.channel.arenas,
-        )
+        )  # fmt: skip
 
     return arenas, launch
 
