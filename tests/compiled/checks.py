@@ -17,9 +17,9 @@ from .build import Built
 from .cases import TARGETS, VARIANTS
 from .launched import config_of
 
-# Scalars on gfx942, of which there are no more than 106: some of a kernel that gathers, a producer's masks, those that
-# are chosen among several weights, and where scales lie, may be kept in lanes of vector registers.
-GATHER_LANES = 4
+# Scalars on gfx942, of which there are no more than 106. These may be kept in lanes of vector registers: some of a
+# kernel whose programs have roles, a producer's masks, what is chosen among several weights, and where scales lie.
+ROLE_LANES = 5
 LANES = 24
 FLOAT8_LANES = 40
 # More of them with another Triton than the pinned one, and limit of scales in blocks with a newer one.
@@ -70,8 +70,8 @@ def resources(built: Built) -> None:
     joined = built.case.flags.get("JOINED")
     chooses = VARIANTS[built.case.variant].more or ends_with or built.case.is_float8 or joined
     chooses = chooses or VARIANTS[built.case.variant].module == "push"
-    gathers = VARIANTS[built.case.variant].module == "gather_matmul"
-    most = GATHER_LANES * gathers if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
+    roles = VARIANTS[built.case.variant].module in ("gather_matmul", "matmul_all_reduce")
+    most = ROLE_LANES * roles if not chooses else FLOAT8_LANES if built.case.is_float8 else LANES
     if VARIANTS[built.case.variant].module == "blocks":
         # All words of a table are scalars, of two registers each.
         most = 2 * built.case.flags["COUNT"]
@@ -87,7 +87,8 @@ def resources(built: Built) -> None:
         assert built.spill_bytes + built.stack_bytes <= (of_newer if newer else STACK), (
             f"{built.stack_bytes} bytes of stack: spills"
         )
-    spilled = [line for line in built.inner_loop if re.search(r"\b(LDL|STL)\b|^scratch_", line)]
+    kept = r"\b(LDL|STL)\b|^scratch_" + ("" if chooses else r"|^v_(read|write)lane_")
+    spilled = [line for line in built.inner_loop if re.search(kept, line)]
     assert not spilled, f"spills in the inner loop: {spilled}"
 
 
@@ -282,6 +283,10 @@ def widths(built: Built) -> None:
         stores = set(re.findall(r"^global_store_(\S+)", text, re.MULTILINE)) - {"dword"}
         loads = set(re.findall(r"^(?:global|buffer)_load_(\S+)", text, re.MULTILINE)) - {"dword", "dwordx2"}
         wide = {"dwordx2", "dwordx4"} & (stores or {"dwordx4"})
+        if case.flags.get("JOINED") and variant.module == "matmul_scatter":
+            # Where the owners' rows begin: all words but the first, at once.
+            assert code.count(r"^global_load_dwordx3") <= 1, "loads of 12 bytes"
+            loads -= {"dwordx3"}
         if variant.multiplies and variant.transposed:
             # The fours lie along the rows, so a result with contiguous columns gets them one by one: it is local.
             wide |= {"short"}
