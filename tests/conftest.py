@@ -29,11 +29,10 @@ os.environ["TERMINAL_WIDTH"] = "1000"
 # Exceptions of torch.distributed carry C++ frames. Looking up their lines takes seconds, and there are many.
 os.environ["TORCH_DISABLE_ADDR2LINE"] = "1"
 # Only processes without Triton's interpreter compile kernels: `nox -s kernels`, `nox -s emulate`, `test_emulated.py`.
-if os.environ.get("TRITON_INTERPRET") != "0":
-    collect_ignore = [*(f"test_emulated_{name}.py" for name in ("launch", "machine", "ops")), "test_kernels_offline.py"]
+compiles = os.environ.get("TRITON_INTERPRET") == "0"
+collect_ignore_glob = [] if compiles else ["test_emulated_*.py", "test_kernels_offline.py"]
 # Run torch's CUDA code over the stub of a GPU: `nox -s virtual_gpu`.
-if "GPU_STUB_DEVICES" not in os.environ:
-    collect_ignore = [*globals().get("collect_ignore", ()), "test_virtual_gpu.py"]
+collect_ignore = [] if "GPU_STUB_DEVICES" in os.environ else ["test_virtual_gpu.py"]
 
 # The files that take longest begin first: a process has a whole file at a time, and none should end long after the
 # others. Without Triton's cache, the emulated kernels take minutes.

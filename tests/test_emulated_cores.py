@@ -8,17 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-
-import pytest
-
-if os.environ.get("TRITON_INTERPRET") != "0":
-    pytest.skip("Triton's interpreter is chosen for this process; nox -s emulate", allow_module_level=True)
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
