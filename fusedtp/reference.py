@@ -7,7 +7,7 @@ the output dtype's `eps`, e32 float32's, and the partial products p_r = a_r @ b_
     accumulating p_r         K_r * e32 * (|a_r| @ |b_r|): K_r roundings in any order, each of a partial sum under |a||b|
     rounding p_r             e * |p_r|, once per partial; nothing if the contraction is not cut
     summing W partials       W * e_sum * sum |p_r|, e_sum being e32, or e if a backend sums in the output's dtype
-    adding the bias          e_sum * |bias|
+    adding the bias          (K * e32 + e_sum) * |bias|: a library may begin the sum of K products with it
     rounding the result      e * |ref|
 
 (Higham, Accuracy and Stability of Numerical Algorithms, chapters 3 and 4.) eps is twice the unit roundoff: it covers
@@ -78,7 +78,7 @@ def bound(
             allowed += (eps_out + len(sizes) * eps_sum) * partial.abs()
     if bias is not None:
         out += bias.double()
-        allowed += eps_sum * bias.double().abs()
+        allowed += (a.shape[1] * eps_acc + eps_sum) * bias.double().abs()
     return allowed + eps_out * out.abs() + underflow(dtype, len(sizes))
 
 

@@ -81,6 +81,20 @@ def test_sums_without_a_matmul_and_in_the_dtype(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_sum_may_begin_with_the_bias(dtype: torch.dtype) -> None:
+    """Torch's addmm of small matrices adds products to the bias one by one, each time rounding a sum as large."""
+    a, b, bias = inputs(27, 29, 38, dtype)
+    out = bias.expand(27, 29).clone()
+    for k in range(38):
+        out += a[:, k : k + 1] / 32 * (b[k] / 32)
+    ref, allowed = reference.matmul(a / 32, b / 32, bias), reference.bound(a / 32, b / 32, dtype, bias=bias)
+    reference.check(out, ref, allowed, "the bias first")
+    out[:, 0] += bias[0] / 2 ** (15 if dtype == torch.float32 else 44)
+    with pytest.raises(AssertionError, match="27 of 783 elements are wrong"):
+        reference.check(out, ref, allowed, "a wrong column")
+
+
 def test_uneven_and_empty_parts_of_k() -> None:
     a, b, _ = inputs(8, 8, 100, torch.bfloat16)
     one, same = (reference.bound(a, b, torch.bfloat16, **how) for how in ({"k_sizes": (100,)}, {"world_size": 1}))  # type: ignore
