@@ -234,7 +234,7 @@ FAULTS = {
     "no proxy fence before the first TMA load": (
         "gather rows", mutants.Kind("", r"fence\.proxy\.async\.shared::cta;", ";", inside="^_run")),
     "phase of a full stage": (
-        "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 1;", inside="^_multiply_tiles")),
+        "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 1;", inside="^_product")),
     "phase of an empty stage": (
         "gather rows", mutants.Kind("", r"(try_wait\.parity[^;]*\]), %r\d+;", r"\1, 1;", inside="^_load_tiles")),
     "stage reused before it is multiplied": (
@@ -258,7 +258,8 @@ FAULTS = {
         "gather rows", mutants.Kind("", r"(st\.shared\.v4\.b32 \[ %r\d+ \+ )0 ", r"\g<1>512 ",
                                     inside="^_load_tiles")),
     "float8: scales that another lane has not stored": (
-        "gather rows", mutants.Kind("", r"bar\.warp\.sync\s+-1;", ";", inside="^_load_tiles")),
+        # Not the one before each load by TMA.
+        "gather rows", mutants.Kind("", r"bar\.warp\.sync\s+-1;(?!\s*elect)", ";", inside="^_load_tiles")),
     "float8: products added before they are there": (
         "gather rows", mutants.Kind("", r"(wgmma\.wait_group\.sync\.aligned )(\d);",
                                     lambda m: f"{m[1]}{int(m[2]) + 1};", inside="^_add_scaled")),
