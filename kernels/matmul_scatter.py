@@ -187,7 +187,7 @@ class MatmulScatter:
         for x in (*lefts, *rights):
             layouts += x.shape, x.stride(), x.data_ptr() % 16
         key = tuple(layouts)
-        known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights))
+        known = self._memo.get(key) or self._memo.keep(key, self._find_out(lefts, rights, scales))
         if known.core is not None:
             started: Started | None = known.core.scatter(
                 known,
@@ -216,7 +216,9 @@ class MatmulScatter:
             known.num_tiles, lefts[0].shape[0], self._pitch, self._to_all, self._switch, self._joined, **known.options,
         )  # fmt: skip
 
-    def _find_out(self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor]) -> LaunchParams:
+    def _find_out(
+        self, lefts: Sequence[torch.Tensor], rights: Sequence[torch.Tensor], scales: Scales | None
+    ) -> LaunchParams:  # fmt: skip
         # Owners count tiles, so a rank cannot choose the rows and columns of a tile by itself.
         leaves, lengths = self._leaves, [a.shape[1] for a in lefts]
         config = fitted_to(whole_leaves(self._config, lengths, leaves), lefts, rights)
@@ -230,6 +232,6 @@ class MatmulScatter:
         tiles = tiles_of(config, flatten=False, scales=self._scales, leaves=leaves, lengths=lengths)
         core = chosen(
             config, lefts, a_by, b_by, scales=self._scales, leaves=leaves, switch=self._switch,
-            owners=self._to_all or self._joined,
+            owners=self._to_all or self._joined, sent=lefts[0].dtype if scales is None else scales.out.dtype,
         )  # fmt: skip
         return LaunchParams(config, a_by, b_by, tiles, num_tiles, options(config, a_by, b_by), core=core)

@@ -656,14 +656,15 @@ def _warp_specialised_scatter_kernel(
 
 def refusal(
     config: Config, lefts: Sequence[torch.Tensor], a_by: str, b_by: str, *, scales: str = "", leaves: int = 0,
-    weights: int = 1, pushers: int = 0, switch: bool = False, owners: bool = False,
+    weights: int = 1, pushers: int = 0, switch: bool = False, owners: bool = False, sent: torch.dtype | None = None,
 ) -> str:  # fmt: skip
     """Return why a launch cannot have this core, or "".
 
     - `lefts`: A of each term; `weights`: number of B side by side. a_by, b_by: how operands are read.
     - `scales`, `leaves`: as in `Tiles`.
     - `pushers`: programs of the kernel that push.
-    - `switch`: tiles or pieces go through the switch. owners: a tile has several owners.
+    - `switch`: tiles or pieces go through the switch. owners: a tile has several owners. `sent`: dtype of tiles that
+      travel, if any do.
     """
     dtype = lefts[0].dtype
     if "pointers" in (a_by, b_by):
@@ -684,6 +685,8 @@ def refusal(
         return "it stores to each rank, not through the switch"
     if owners:
         return "a tile that it stores has one owner"
+    if sent is not None and sent not in _ELEMENTS:
+        return f"it sends tiles of 16 bits, not {str(sent).removeprefix('torch.')}"
     if pushers and lefts[0].stride(1) != 1:
         return "its programs push contiguous rows"
     warpgroups, rest = divmod(config.block_m, 64)

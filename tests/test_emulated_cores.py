@@ -29,7 +29,7 @@ from fusedtp.kernels.configs import SHAPES, Config, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
 
-from .virtual_gpu import cases, giveups, mutants
+from .virtual_gpu import cases, float8, giveups, mutants
 from .virtual_gpu.driver import EmulatedDriver, device
 from .virtual_gpu.machine import Failed, Schedule
 from .virtual_gpu.shapes import Shape, laid_out, launches_of
@@ -205,6 +205,18 @@ def test_empty_shards(ops: EmulatedDriver, op: str, dtype: str) -> None:
     for seed in range(SEEDS):
         assert cases.run(ops, [op], 3, (cases.DTYPES | cases.FLOAT8)[dtype], shape, hostile(seed)).executed
     assert CASES[op][1] in {program.name for program in ops.programs.values()}
+
+
+@pytest.mark.parametrize("op", ["gather rows", "scatter rows"])
+def test_float32_results_of_float8(ops: EmulatedDriver, op: str) -> None:
+    """A gather stores float32 by pointers; tiles of float32 that travel have the loop."""
+    cores._warn.cache_clear()
+    refused = op == "scatter rows"
+    warned = pytest.warns(UserWarning, match="it sends tiles of 16 bits, not float32")
+    with mock.patch.object(float8, "OUT", torch.float32), warned if refused else contextlib.nullcontext():
+        assert cases.run(ops, [op], 2, torch.float8_e4m3fn, UNEVEN8, hostile(0)).executed
+    found = {program.name for program in ops.programs.values()}
+    assert ("_matmul_scatter_kernel" if refused else GATHER) in found
 
 
 @pytest.mark.parametrize("op", ["gather rows", "gather rows split", "gather contraction", "scatter rows"])
