@@ -30,18 +30,14 @@ def _module() -> Any:
 def chosen(config: Config, *launch: Any, **more: Any) -> Any:
     """Return the module of the core that a configuration chooses, or None for the loop.
 
-    launch, more: what the core's `refusal` asks for. Warns once for each reason why the core is not used.
+    launch, more: what the core's `refusal` asks for. Warns of the reason why the core is not used.
     """
     if config.core == LOOP:
         return None
     found = _module()
     why = found if isinstance(found, str) else found.refusal(config, *launch, **more)
     if why:
-        _warn(why)
+        # Python shows it once. A search for the fastest core makes it an error, however often it was shown before.
+        warnings.warn(f"{NOT_USED}: {why}", stacklevel=3)
         return None
     return found
-
-
-@cache
-def _warn(why: str) -> None:
-    warnings.warn(f"{NOT_USED}: {why}", stacklevel=4)

@@ -60,7 +60,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("kernel: a lone signal goes to the rank itself", "kernels/steps.py", "raise_signal(link, peer, slot)", "raise_signal(link, rank, slot)", "test_protocol.py -k one_step"),
     ("kernels: regions overlap", "kernels/layout.py", "row = -(-self.half_bytes // row_bytes)", "row = self.half_bytes // row_bytes", "test_launch.py -k regions"),
     ("kernels: tiles wider than the result", "kernels/choices.py", " or block_n >= max(2 * cols, 65):", ":", "test_tuned_kernels.py"),
-    ("kernels: a core that refuses a launch has it", "kernels/cores.py", "        _warn(why)\n        return None\n", "        _warn(why)\n", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_cores.py -k not_served"),
+    ("kernels: a core that refuses a launch has it", "kernels/cores.py", "stacklevel=3)\n        return None\n", "stacklevel=3)\n", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_cores.py -k not_served"),
     ("kernel: both halves of a tile at one place", "kernels/warp_specialised.py", "_store_half(desc, buffer, layer, row, col + HALF, hi)", "_store_half(desc, buffer, layer, row, col, hi)", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_cores.py -k test_matmul"),
     ("kernel: all pieces are pushed to one rank", "kernels/warp_specialised.py", "- FIRST - taken // pieces) %", "- FIRST) %", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_cores.py -k empty_shards"),
     ("kernel: float8 rows have the scales of the next", "kernels/warp_specialised.py", "ctx.scales.a[0] + row + i + offs,", "ctx.scales.a[0] + row + i + 1 + offs,", "TRITON_INTERPRET=0 FUSEDTP_EMULATION=few test_emulated_cores.py -k float8_e5m2"),

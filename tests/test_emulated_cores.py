@@ -16,6 +16,7 @@ if os.environ.get("TRITON_INTERPRET") != "0":
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -133,9 +134,14 @@ def test_a_launch_that_is_not_served_has_the_loop(gpu: EmulatedDriver, what: str
              for seed in range(int(options.get("terms", 1)))]  # fmt: skip
     c = torch.empty(M, N, dtype=dtype)
     tile = replace(config(itemsize=dtype.itemsize), num_warps=int(options.get("num_warps", 8)))
-    cores._warn.cache_clear()
+    launch = partial(
+        matmul, *terms[0], c, epilogue_of(()), config=tile, more=terms[1:], leaves=int(options.get("leaves", 0))
+    )
     with pytest.warns(UserWarning, match=f"core is not used: .*{said}"):
-        matmul(*terms[0], c, epilogue_of(()), config=tile, more=terms[1:], leaves=int(options.get("leaves", 0)))
+        launch()
+    # A second time too: it is an error where warnings are errors.
+    with pytest.raises(UserWarning, match=said):
+        launch()
     assert run(gpu, 1) == {"_matmul_kernel"}
     exact = sum(reference.matmul(a, b) for a, b in terms)
     reference.check(c, exact, sum(reference.bound(a, b, dtype) for a, b in terms), what)
@@ -210,7 +216,6 @@ def test_empty_shards(ops: EmulatedDriver, op: str, dtype: str) -> None:
 @pytest.mark.parametrize("op", ["gather rows", "scatter rows"])
 def test_float32_results_of_float8(ops: EmulatedDriver, op: str) -> None:
     """A gather stores float32 by pointers; tiles of float32 that travel have the loop."""
-    cores._warn.cache_clear()
     refused = op == "scatter rows"
     warned = pytest.warns(UserWarning, match="it sends tiles of 16 bits, not float32")
     with mock.patch.object(float8, "OUT", torch.float32), warned if refused else contextlib.nullcontext():

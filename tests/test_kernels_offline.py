@@ -170,7 +170,10 @@ def test_another_way_to_multiply_leaves_is_found(tmp_path: Path) -> None:
 
 # A newer Triton than the pinned one keeps these in registers all the same.
 HARMLESS = ("what is the same for all tiles is kept in registers", "an activation of half a tile at once")
-FOUND = [mutant for mutant in MUTANTS if mutant.bug not in HARMLESS or not checks.is_newer()]
+# An older one copies nothing ahead where weights lie in a table.
+HARMLESS_BEFORE = ("a weight of unknown alignment, from a table",)
+OF_OTHERS = () if checks.as_pinned() else HARMLESS if checks.is_newer() else HARMLESS_BEFORE
+FOUND = [mutant for mutant in MUTANTS if mutant.bug not in OF_OTHERS]
 
 
 @pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: mutant.bug)

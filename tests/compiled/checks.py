@@ -61,9 +61,9 @@ def versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
 def resources(built: Built) -> None:
     """Nothing of a program lives in local memory, and its shared memory is there.
 
-    With another Triton than the pinned one, and where nothing is aligned, up to STACK bytes a thread on sm_80 and
-    sm_90 may, with a newer one STACK_OF_NEWER; nothing with an activation unless it is newer, and nothing in an inner
-    loop.
+    With another Triton than the pinned one, and on NVIDIA's GPUs where nothing is aligned, up to STACK bytes a thread
+    may on sm_80, sm_90 and gfx942, with a newer one STACK_OF_NEWER; nothing with an activation unless it is newer, and
+    nothing in an inner loop.
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.flags.get("ACTIVATION")
@@ -78,10 +78,11 @@ def resources(built: Built) -> None:
     newer = is_newer()
     most = BLOCKS_LANES_OF_NEWER if newer and built.case.blocks else most + MORE_LANES * (not as_pinned())
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
-    strict = (ends_with and not newer) or (as_pinned() and not built.case.loose)
-    if strict or built.case.target == "gfx942":
+    aligned = not built.case.loose or built.case.target == "gfx942"
+    strict = (ends_with and not newer) or (as_pinned() and aligned)
+    if strict:
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
-    elif built.case.target in ("sm_80", "sm_90"):
+    elif built.case.target in ("sm_80", "sm_90", "gfx942"):
         is_wide_tree = built.case.loose and built.case.is_tree and built.case.dtype == torch.float32
         of_newer = STACK_OF_NEWER_TREE if is_wide_tree else STACK_OF_NEWER
         assert built.spill_bytes + built.stack_bytes <= (of_newer if newer else STACK), (
