@@ -37,18 +37,24 @@ def test_a_short_contraction_gains_most_on_paper() -> None:
     assert gains[-1] > 1
 
 
-def compiled(text: str, folder: Path) -> str:
-    """Return a row of what ptxas makes of PTX, which is to keep nothing in local memory."""
+def assembled(text: str, folder: Path) -> tuple[str, str]:
+    """Return what ptxas says of PTX, and the machine code."""
     source, cubin = folder / "k.ptx", folder / "k.cubin"
     source.write_text(text)
     done = subprocess.run(
         [TOOLS / "ptxas", "-arch=sm_90a", "-v", "-o", cubin, source], capture_output=True, text=True, check=True
     )
-    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in done.stderr, done.stderr
     # ptxas says so if it ignores setmaxnreg, or lets a product wait for the one before.
     assert not re.search(r"warning|Performance Loss", done.stderr), done.stderr
     code = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-    registers = re.findall(r"Used (\d+) registers", done.stderr)[0]
+    return done.stderr, code
+
+
+def compiled(text: str, folder: Path) -> str:
+    """Return a row of what ptxas makes of PTX, which is to keep nothing in local memory."""
+    said, code = assembled(text, folder)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in said, said
+    registers = re.findall(r"Used (\d+) registers", said)[0]
     if "setmaxnreg" in text:
         # The warps that multiply give some back to those that load; both begin and end with other numbers.
         given, taken = (re.findall(rf"setmaxnreg\.{how}\.sync\.aligned\.u32\s+(\d+)", text) for how in ("dec", "inc"))
@@ -56,6 +62,33 @@ def compiled(text: str, folder: Path) -> str:
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/", code, re.M))
     barriers, fences, stores = (len(re.findall(what, code)) for what in (r"BAR\.", r"MEMBAR\.\w+\.SYS", "UTMASTG"))
     return f"{registers} | {instructions} | {barriers} | {fences} | {stores}"
+
+
+@pytest.mark.offline
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [("gather rows", torch.bfloat16), ("gather contraction", torch.float8_e4m3fn),
+     ("gather rows several", torch.float8_e4m3fn), ("scatter rows", torch.float8_e4m3fn)],
+)  # fmt: skip
+def test_eight_ranks_keep_nothing_of_a_loop_in_memory(op: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Eight descriptors take registers: some may lie in memory, but not while tiles are multiplied."""
+    if os.environ.get("TRITON_INTERPRET") != "0":
+        pytest.skip("Triton's interpreter is chosen for this process; nox -s kernels")
+    from .virtual_gpu.cases import run
+    from .virtual_gpu.driver import device
+    from .virtual_gpu.machine import Schedule
+    from .virtual_gpu.shapes import Shape
+
+    table = configs.TABLE if dtype == torch.bfloat16 else configs._FLOAT8
+    rows = {shape: replace(each, core=cores.WARP_SPECIALISED) for shape, each in table["sm_90"].items()}
+    with mock.patch.dict(table, {"sm_90": rows}), device(90) as gpu:
+        run(gpu, [op], 8, dtype, Shape(1024, 512, 1024, "even", bias=False), Schedule(1, tick=0.001))
+        (text,) = (text for text, each in gpu.programs.items() if "warp_specialised" in each.name)
+    said, code = assembled(text, tmp_path)
+    assert int(re.findall(r"(\d+) bytes stack frame", said)[0]) <= 128, said
+    multiplied = [line.start() for line in re.finditer("[HQ]GMMA", code)]
+    assert multiplied
+    assert not re.findall(r"\b(?:LDL|STL)\b.*", code[multiplied[0] : multiplied[-1]])
 
 
 @pytest.mark.offline
