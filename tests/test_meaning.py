@@ -22,6 +22,7 @@ import fusedtp
 from fusedtp import op, scaled
 from fusedtp.bench.ranks import RankPool
 from fusedtp.epilogue import Epilogue
+from fusedtp.kernels import signal
 from fusedtp.norms import LAYER_NORM, RMS_NORM
 from fusedtp.op import Task
 from fusedtp.workspaces import agreement
@@ -283,12 +284,17 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
     rank that must grow its memory while the other need not.
     """
     fusedtp.set_timeout(5.0, group)
-    said, rank, say = [], group.rank(), agreement.say
+    said, rank, say, look = [], group.rank(), agreement.say, HostSteps._wait_slowly
 
     def late(*args: Any) -> None:
         # The first rank to notice is slow to publish its values.
         time.sleep(0.1 * rank)
         say(*args)
+
+    def looks_late(steps: HostSteps, poll: Any, src: int, slot: int, expected: int) -> None:
+        # Its peer has been told that the memory cannot grow, and has called destroy.
+        time.sleep(0.2 * rank * (slot == signal.GROWTH_SLOT.value))
+        look(steps, poll, src, slot, expected)
 
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("X",))
     style = fusedtp.FusedColwiseParallel(input_layouts=Shard(0), schedule=schedule)
@@ -301,7 +307,8 @@ def uneven(group: ProcessGroup, schedule: str) -> list[str]:
         begin = time.monotonic()
         with (
             mock.patch.object(agreement, "say", late),
-            pytest.raises((ValueError, fusedtp.PeerTimeout)) as caught,
+            mock.patch.object(HostSteps, "_wait_slowly", looks_late),
+            pytest.raises(fusedtp.RanksDisagree) as caught,
         ):
             call()
         # A kernel that waits for a growing peer notices at its timeout, and then tells the peer.
@@ -319,9 +326,8 @@ def test_lengths_that_are_not_those_of_the_others(pool: RankPool, schedule: str)
     assert "do not agree on sizes: (4, 4) on rank 0, (3, 3) on rank 1" in tokens[0]
     assert growth[0] == growth[1]
     assert "do not agree on sizes: (4, 4) on rank 0, (4004, 4004) on rank 1" in growth[0]
-    # The first rank to be told may call destroy before the other has looked.
-    assert any("do not agree on the bytes of an arena" in each for each in both_grow)
-    assert all("do not agree" in each or "has called fusedtp.destroy" in each for each in both_grow)
+    assert both_grow[0] == both_grow[1]
+    assert "do not agree on the bytes of an arena" in both_grow[0]
 
 
 def late_gradient(group: ProcessGroup) -> str:

@@ -91,7 +91,11 @@ class Failing:
     def _leave(self, why: int) -> None:
         # The host can write the word only if the arena is in host memory.
         if self.device.type == "cpu" and (arena := self._arena) is not None:
-            store_release(arena.tensors[self.rank].data_ptr() + 4 * signal.LEFT.value, why)
+            header = arena.tensors[self.rank].data_ptr()
+            if why == 2:
+                # No peer may grow its memory with this rank.
+                store_release(header + 4 * signal.GROWING.value, 0)
+            store_release(header + 4 * signal.LEFT.value, why)
 
     def _check(self) -> None:
         """Raise the failure that a kernel has reported. On a GPU, reports may arrive later."""

@@ -142,15 +142,10 @@ class HostSteps:
         ws, word = self._ws, 4 * signal.GROWING.value
         step = load_acquire(ws.addresses[ws.rank] + word) + 1
         store_release(ws.addresses[ws.rank] + word, step)
-
-        def come(peer: int) -> int:
-            # GROWING is read before the words of `_gone`: a rank gives up only after it has come.
-            seen = load_acquire(ws.addresses[peer] + word)
-            return 0 if any(map(load_acquire, self._gone(peer))) else seen
-
-        for i in range(1, ws.world_size):
-            peer = (ws.rank + i) % ws.world_size
-            self._wait_slowly(partial(come, peer), peer, signal.GROWTH_SLOT.value, step)
+        for peer in self._peers:
+            # A peer that has gone since has come, unless it broke off: then it has taken its steps back.
+            come = partial(load_acquire, ws.addresses[peer] + word)
+            self._wait_slowly(come, peer, signal.GROWTH_SLOT.value, step)
 
     def _gone(self, peer: int) -> list[int]:
         # Addresses of the words by which rank `peer` tells that it raises no more signals.

@@ -397,6 +397,9 @@ class Workspace(Failing):
         finally:
             clock.release(self.host_block[signal.CLOCK_MS.value :])
         if (arena := self._arena) is not None:
+            if self._progress == _SENT:
+                # Interrupted outside of any handler.
+                self._leave(2)
             self._leave(why)
             self._arena, self.views = None, {}
             for name in ("words", "host_words", "data", "_channel"):
