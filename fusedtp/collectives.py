@@ -26,7 +26,7 @@ def _collective(
     others = tuple(moved.shape[1:])
     rows = moved.reshape(moved.shape[0], math.prod(others))
     arguments.check_reach(asked.schedule, x, [group], (sum(sizes) if sizes else x.shape[dim], 0, rows.shape[1]))
-    call = arguments.call_of(dim if sizes else None, x)
+    call = arguments.call_of(dim, x)
     out: Tensor = operators.collective(
         rows, op.name, list(sizes), group.rank(), group.group_name, *asked[:3], call, leaves
     )  # fmt: skip

@@ -205,6 +205,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("calls: one call for two dtypes", "calls/call.py", "key += each.shape, each.dtype, each.device, each.layout", "key += each.shape, each.device, each.layout", "test_calls.py test_functional.py"),
     ("calls: other rows with the sizes of the first", "calls/call.py", "splits = {**splits, self._rows[at]: sizes}", "splits = {**splits}", "test_rows.py"),
     ("calls: rows of a residual are not checked", "calls/call.py", "if residual is not None and [*residual.shape[:-1]] != [*made]:", "if False:", "test_rows.py"),
+    ("operators: a collective of other rows has the first one's", "calls/operators.py", "ready = first.at(task, ())", "ready = first", "test_rows.py -k collectives"),
     ("bound: verbs stay bound to other rows", "calls/bound.py", "elif self.on.task is not self.task:", "elif False:", "test_rows.py"),
     ("calls: views of other rows stay", "schedules/decomposed.py", "            self._ws.views.pop(key, None)", "            pass", "test_rows.py"),
     ("agreement: numbers of rows are not compared", "workspaces/agreement.py", "*task.sizes, *task.moved, *[length", "*[length", "test_meaning.py test_rows.py"),

@@ -22,7 +22,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call
 from fusedtp.workspaces import generation, registry
 
-from .harness import LARGE, spread
+from .harness import LARGE, mesh_of, spread
 from .oracle import Case, Operands, cut
 from .test_ops import bounded
 
@@ -150,6 +150,33 @@ def test_backward_after_other_rows(pool: RankPool, schedule: str, world_size: in
     pool.run(held, schedule, world_size=world_size, timeout=200.0)
 
 
+def exchanged(group: ProcessGroup, schedule: str, rows: Sequence[int]) -> None:
+    """Check collectives of more numbers of rows than are kept, some of them again. Sums of integers are exact."""
+    rank, n, random = group.rank(), group.size(), torch.Generator().manual_seed(5)
+    options: dict[str, Any] = {"group": group, "schedule": schedule}
+    for length in rows:
+        sizes = [0 if rank == length % n else length + 2 * rank for rank in range(n)] if length else [0] * n
+        given = torch.randint(-9, 10, (n, sum(sizes), 6), generator=random).float()
+        total, mine = given.sum(0), given[0].split(sizes)[rank].clone().requires_grad_()
+        whole = fusedtp.all_gather(mine, sizes=sizes, **options)
+        assert torch.equal(whole, given[0]), f"all_gather of {sizes}"
+        (grad,) = torch.autograd.grad(whole, mine, given[rank])
+        assert torch.equal(grad, total.split(sizes)[rank]), f"gradient of all_gather of {sizes}"
+        term = given[rank].clone().requires_grad_()
+        part = fusedtp.reduce_scatter(term, sizes=sizes, **options)
+        assert torch.equal(part, total.split(sizes)[rank]), f"reduce_scatter of {sizes}"
+        (grad,) = torch.autograd.grad(part, term, given[0].split(sizes)[rank])
+        assert torch.equal(grad, given[0]), f"gradient of reduce_scatter of {sizes}"
+        assert torch.equal(fusedtp.all_reduce(given[rank], **options), total), f"all_reduce of {sizes}"
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [2, 3]))
+def test_collectives_of_many_rows(pool: RankPool, schedule: str, world_size: int) -> None:
+    # The long ones are summed in two steps.
+    long, few = (300, 3) if schedule == "fused" else (40_000, 12)
+    pool.run(exchanged, schedule, (5, 3, long, 0, 5, *range(1, few), long, 5), world_size=world_size, timeout=200.0)
+
+
 def entries() -> dict[str, int]:
     """Return the number of entries of every cache of the package and of the workspaces."""
     found: dict[str, int] = {}
@@ -173,9 +200,20 @@ def many(group: ProcessGroup, schedule: str, count: int) -> dict[str, tuple[int,
     """Return the caches that `count` new numbers of rows have changed, with the entries before and after."""
     rank, n, w = group.rank(), group.size(), torch.ones(4, 6, requires_grad=True)
     options: dict[str, Any] = {"group": group, "schedule": schedule}
+    mesh = mesh_of(group)
 
     def run(rows: int) -> None:
         sizes = (rows, *(rows + 3,) * (n - 1))
+        for collective, length, more in (
+            (fusedtp.all_gather, sizes[rank], {"sizes": sizes}),
+            (fusedtp.reduce_scatter, sum(sizes), {"sizes": sizes}),
+            (fusedtp.all_reduce, rows, {}),
+            (fusedtp.all_reduce, rows, {"order": "tree"} if schedule == "fused" else {}),
+        ):
+            collective(torch.ones(length, 6, requires_grad=True), **options, **more).sum().backward()
+        x = torch.ones(rows, 6, requires_grad=True)
+        spec, lengths = "[M_{tp}, K] @ [K, N_{tp}] -> [M, N_{tp}]", {"M": (rows,) * n, "N": 4 * n}
+        fusedtp.sharded_matmul(x, w.t(), spec, mesh, sizes=lengths, schedule=schedule).sum().backward()
         for function, shape, more in (
             (fusedtp.all_gather_linear, (sizes[rank], 6), {"sizes": sizes}),
             (fusedtp.all_gather_linear, (rows, 2, 6), {}),
@@ -193,6 +231,8 @@ def many(group: ProcessGroup, schedule: str, count: int) -> dict[str, tuple[int,
     before = entries()
     for rows in range(41, 41 + 2 * count, 2):
         run(rows)
+    # A plan by bytes is each call's own, and such a call refers to itself.
+    gc.collect()
     after = entries()
     return {name: (before.get(name, 0), number) for name, number in after.items() if number != before.get(name, 0)}
 

@@ -310,11 +310,10 @@ def dim(name: str, value: int, x: Tensor) -> int:
     return value % x.ndim
 
 
-def call_of(dim: int | None, x: Tensor) -> str:
+def call_of(dim: int, x: Tensor) -> str:
     """Return, as text for `agreement`, the dim of a collective and the lengths of x's other dims.
 
-    The collective's matrix does not show them, and ranks must agree on them. `dim` is None for an
-    all-reduce.
+    The collective's matrix, which has `dim` as rows, does not show them, and ranks must agree on them.
     """
     # A traced graph may have symbolic lengths.
     if torch.compiler.is_compiling():

@@ -41,12 +41,9 @@ from ..sharding.plan import Partition, Plan, plan
 from ..shards import even_sizes, offsets
 from ..workspaces import generation
 from .arguments import MANY, refuse_tracing
-from .bound import BoundTask
+from .bound import MAX_ROWS, BoundTask
 from .problems import MAX_CALLS, Described, Settings, flat
 from .program import Named, Program, ProgramStep
-
-# Numbers of rows for which a call is kept. To make it again takes a few microseconds.
-MAX_ROWS = 8
 
 
 class Call:
@@ -367,9 +364,6 @@ def _first(key: Any) -> Call | None:
 def _made(settings: Settings, numbers: tuple[int, ...], *others: Any) -> Call:
     # Make a call, if possible from one that differs in its rows alone.
     spec = parse(settings.spec)
-    # By bytes, rows decide the plan. A tree has other steps for uneven rows.
-    if settings.by_size or settings.leaves > 0 or len(settings.group_names) != 1:
-        return Call(settings, numbers, *others[:2])
     lengths, splits, widths = _read(spec, numbers)
     rows = {name: lengths[name] for name in spec.a.names if name != spec.k}
     if 0 in rows.values():
@@ -377,11 +371,15 @@ def _made(settings: Settings, numbers: tuple[int, ...], *others: Any) -> Call:
     fixed = tuple([(lengths[name], splits.get(name)) for name in lengths if name not in rows])
     key = (settings, fixed, tuple([name in splits for name in rows]), widths, *others)
     first = _first(key)
-    if first is not None:
+    if first is not None and first.has_rows:
         return first.at(lengths, splits)
     call = Call(settings, numbers, *others[:2])
+    if first is not None:
+        call.recent = first.recent
+        return call
     _as_first(key, call)
-    call.has_rows = True
+    # By bytes, rows decide the plan. A tree has other steps for uneven rows. Such calls share nothing.
+    call.has_rows = not settings.by_size and settings.leaves <= 0 and len(settings.group_names) == 1
     return call
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,7 +31,8 @@ from .. import groups, lanes, locks
 from ..op import ALL_GATHER, ALL_REDUCE, AS_ANY, OPS, REDUCE_SCATTER, Op, Task
 from ..torch_private import forward_mode_active, transforms_active
 from ..workspaces import generation
-from .bound import BoundTask
+from .bound import MAX_ROWS, BoundTask
+from .problems import MAX_CALLS
 
 Formula: TypeAlias = Callable[..., Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -127,9 +129,12 @@ def refuse_forward_mode() -> None:
     )
 
 
-# Cache of collectives, by group and cache key.
+# Cache of collectives, by group and cache key. Then the first of those that differ in their rows alone, and the keys
+# of the last ones, by the key without rows.
 _ready: WeakKeyDictionary[ProcessGroup, dict[Any, BoundTask]] = generation.table(WeakKeyDictionary())
-_MAX_READY = 4096
+_firsts: WeakKeyDictionary[ProcessGroup, dict[Any, tuple[BoundTask, deque[Any]]]] = generation.table(
+    WeakKeyDictionary()
+)
 
 
 def _fake_collective(x: Tensor, op: str, sizes: Sequence[int], rank: int, *_: object) -> Tensor:
@@ -176,18 +181,32 @@ def ready_for(
     producer: str = "auto", call: str = "", leaves: int = 0, lane: int = lanes.ORDINARY,
 ) -> BoundTask:  # fmt: skip
     """Return the collective `op` of x [R, C] in `lane`, with options as in `collective`. It is cached."""
-    shape = (x.shape[0], x.shape[1])
-    key = (op.name, shape, x.dtype, x.device, tuple(sizes), schedule, algorithm, producer, call, leaves, lane)
-    kept = _ready.setdefault(group, {})
+    rows, cols = x.shape
+    others = (op.name, cols, x.dtype, x.device, schedule, algorithm, producer, call, leaves, lane)
+    kept, key = _ready.setdefault(group, {}), (rows, tuple(sizes), others)
     ready = kept.get(key)
-    if ready is None or ready.is_stale():
-        if len(kept) >= _MAX_READY:
+    if ready is not None and not ready.is_stale():
+        return ready
+    task = Task(
+        op, {"a": (rows, cols)}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
+        any_order=leaves == AS_ANY,
+    )  # fmt: skip
+    # Calls without rows have no schedule to share.
+    firsts, like = _firsts.setdefault(group, {}), (others, max(sizes, default=rows) == 0)
+    first, recent = firsts.get(like, (None, deque[Any]()))
+    if first is None or first.is_stale():
+        if len(firsts) >= MAX_CALLS:
+            firsts.clear()
             kept.clear()
-        task = Task(
-            op, {"a": shape}, x.dtype, tuple(sizes), algorithm=algorithm, leaves=max(0, leaves),
-            any_order=leaves == AS_ANY,
-        )  # fmt: skip
-        ready = kept[key] = BoundTask(task, schedule, group, x.device, producer=producer, call=call, lane=lane)
+        ready = BoundTask(task, schedule, group, x.device, producer=producer, call=call, lane=lane)
+        firsts[like] = ready, recent
+    else:
+        ready = first.at(task, ())
+    if key not in kept:
+        recent.append(key)
+        if len(recent) > MAX_ROWS:
+            kept.pop(recent.popleft(), None)
+    kept[key] = ready
     return ready
 
 

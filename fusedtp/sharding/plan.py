@@ -276,7 +276,7 @@ def _listed(given: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={number}" for name, number in given.items()) or "none"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def _plan(spec: Spec, sizes: Sizes | None, flops_per_byte: float) -> Plan:
     dy = Tensor(spec.c.dims)
     # All rows together, K and N have one length, every axis four ranks; a collective's start outweighs all bytes.

@@ -153,7 +153,7 @@ class Route:
         return self.sent - self.exposed
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=128)
 def routes(start: Tensor, name: str, axes: tuple[str, ...], sizes: Sizes, *, to: bool) -> dict[Tensor, Route]:
     """Return the cheapest routes from operand `start` to its shardings, or `to` result `start` from those before it.
 
