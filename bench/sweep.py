@@ -37,7 +37,7 @@ from .intervals import Timing
 from .jobs import INTERPRET, Job, seconds_of, wait_seconds
 from .ranks import NotJoined, RankError, RankPool
 from .store import Measurement, Outcome, rows_of
-from .suites import SUITE_OF
+from .suites import SUITE_OF, SUITES
 from .timing import Verdict, gate, measure_checked
 
 # A rank of a launcher says after this time for whom it waits.
@@ -488,6 +488,12 @@ def bounded(seconds: float, what: str) -> Iterator[None]:
         timer.cancel()
 
 
+# Variants whose ranks reach each other's memory: ours, and those of torch.
+OVER_MEMORY = (
+    SEQUENTIAL, *SCHEDULES[1:], "torch_symm_mem", "async_tp", "tree", "switch", *SUITES["collectives"].others
+)  # fmt: skip
+
+
 def run_launched(
     jobs: Sequence[Job], machine: Machine, done: Callable[[Job, list[Measurement]], None]
 ) -> list[Measurement]:
@@ -513,7 +519,7 @@ def run_launched(
                 with bounded(seconds_of(job), str(job.case)):
                     if size not in apart:
                         apart[size] = _apart(groups[size])
-                    for name in (SEQUENTIAL, "decomposed", "fused") if apart[size] else ():
+                    for name in [each for each in job.variants if each in OVER_MEMORY] if apart[size] else ():
                         job = job.without(name, apart[size])
                     new = rows_of(job.case, run_job(groups[size], job), machine)
                 rows += new

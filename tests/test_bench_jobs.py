@@ -34,7 +34,7 @@ from fusedtp.bench.intervals import Timing
 from fusedtp.bench.jobs import JOB_SECONDS, Request, estimate, plan, seconds_of, world_sizes
 from fusedtp.bench.store import Outcome, ratios, rows_of
 from fusedtp.bench.suites import SUITE_OF, SUITES, missing
-from fusedtp.bench.sweep import Launched
+from fusedtp.bench.sweep import OVER_MEMORY, Launched
 from fusedtp.bench.timing import Verdict
 
 MACHINE = machine.Machine("m", "cpu", 2, "", 0, "shared memory", "", "3", "2", "3", "0123", False)
@@ -162,6 +162,10 @@ def test_two_nodes_of_eight_gpus_are_planned_by_the_launchers_world() -> None:
         assert {job.case.world_size for job in jobs if job.timed} == wanted
         for job in jobs:
             assert {"unfused", "auto"} <= set(job.variants)
+            # What is left where ranks do not share memory sends through NCCL, or nothing.
+            over_nccl = {"unfused", "auto", "dtensor", "dtensor_once", "concatenated", "torch", "comm", "nccl_windows"}
+            assert set(job.variants) - set(OVER_MEMORY) <= {*over_nccl, "matmul", "own_matmul", "local"}
+            assert not set(OVER_MEMORY) & over_nccl
     assert world_sizes(6) == (1, 2, 4, 6)
 
 
