@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -43,6 +44,8 @@ class Problem(Operands):
     def __init__(self, case: Case, group: ProcessGroup, device: torch.device) -> None:
         super().__init__(case, group.rank(), device)
         self.group = group
+        # Buffers that an all-reduce overwrites, and what a turn puts into them.
+        self._summed: list[tuple[Tensor, Tensor]] = []
 
     def parts(self, variant: str, direction: str = "forward") -> tuple[str, ...]:
         """Return the names of a variant's results."""
@@ -79,6 +82,8 @@ class Problem(Operands):
         if name in ("y", "dx"):
             term = self._matmul(name)()
             self.follows(term, name)
+            if self.case.kind == "all_reduce":
+                return self._all_reduce(term)
             return partial(self._sum, term, name)
         shard, _ = self.travelling(name)
         if self.case.is_float8:
@@ -86,6 +91,28 @@ class Problem(Operands):
             scale = unpacked(shard.view(torch.uint8), like.shape[1], like).scale
             self.follows(scale[:, :1] if like.blocks is None else scale, name)
         return partial(collectives.all_gather, shard, group=self.group, sizes=self.m_sizes, schedule="unfused")
+
+    def _all_reduce(self, term: Tensor) -> Callable[[], Tensor]:
+        # The backend sums in place, as `unfused` lets it: a copy of the term would be timed with it.
+        summed = term.clone()
+        self._summed.append((summed, term))
+
+        def run() -> Tensor:
+            dist.all_reduce(summed, group=self.group)
+            return summed
+
+        return run
+
+    def turn(self, direction: str) -> None:
+        """Change the inputs, and put this rank's terms back where sums were made of them."""
+        super().turn(direction)
+        for summed, term in self._summed:
+            summed.copy_(term)
+
+    def restore(self) -> None:
+        """Undo all turns, and forget what runners have computed."""
+        super().restore()
+        self._summed = []
 
     def _sum(self, term: Tensor, name: str) -> Tensor:
         # Sum every rank's term of y or dx by the backend.

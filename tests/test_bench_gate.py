@@ -214,6 +214,20 @@ def test_every_runner_returns_finished_tensors(pool: RankPool) -> None:
     assert pool.run(kinds_of_results, world_size=2) == [{"Tensor"}] * 2
 
 
+def ops_of_comm(group: ProcessGroup) -> list[str]:
+    """Return the operators that run inside the clock for the backend's all-reduce alone."""
+    operands = Problem(Case("matmul_all_reduce", *SHAPE, "float32", group.size()), group, CPU)
+    run = operands.runner("comm")
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        run()
+    return [event.name for event in profile.events() if event.name.startswith("aten::")]
+
+
+def test_the_all_reduce_alone_is_timed_without_a_copy(pool: RankPool) -> None:
+    for names in pool.run(ops_of_comm, world_size=2):
+        assert not {"aten::clone", "aten::copy_"} & set(names), names
+
+
 @pytest.mark.parametrize(
     ("wrong", "plant"), spread(["unfused", "decomposed", "dtensor"], [scaled, tile_missing, last_row_wrong])
 )
