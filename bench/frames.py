@@ -8,7 +8,7 @@ A line is a row with derived columns:
 - `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
 - `overlap`, `overlap_low`, `overlap_high`: the same of sequential over the variant.
 - `over_best`, `best_low`, `best_high`: the same of the fastest implementation that is not ours.
-- `scaling`: the time of one rank, of the same whole problem, over this one's and over the number of ranks.
+- `scaling`: the time of one rank, of the same whole problem and commit, over this one's and over the number of ranks.
 
 Names are categories, so lines and the parts of every `groupby` come in the order in which they are shown.
 """
@@ -103,9 +103,9 @@ _NOTHING = {"place": 0, "over_best": 1.0, "best_low": 1.0, "best_high": 1.0, "sc
 
 
 def _whole(row: Measurement) -> tuple[Any, ...]:
-    # What rows on different numbers of ranks share.
+    # What rows on different numbers of ranks share. Those of another commit timed other code.
     case = row.op, row.M, row.N, row.K, row.dtype, row.direction, row.model, row.layer, row.widths
-    return row.machine, *case, row.graph
+    return row.machine, row.commit, *case, row.graph
 
 
 _ANY = Measurement(
@@ -141,6 +141,7 @@ def _line(row: Measurement, base: Measurement | None, sequential: Measurement | 
     sent = float(row.M * row.N * ITEMSIZE[row.dtype])
     size, short, case = lengths(row), SHORT_DTYPES.get(row.dtype, row.dtype), case_of(row)
     where = f"{row.tokens} tokens" if row.model else in_bytes(sent) if row.op in COLLECTIVES else size
+    gpus = f"{row.num_gpus}x {row.gpu}" + f" on each of {row.nodes} nodes" * (row.nodes > 1)
     return vars(row) | {
         "passed": row.passed,
         "failed": row.failed,
@@ -149,7 +150,7 @@ def _line(row: Measurement, base: Measurement | None, sequential: Measurement | 
         "short_dtype": short,
         "size": size,
         "where": f"{where} {short}",
-        "hardware": f"{row.num_gpus}x {row.gpu}" if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
+        "hardware": gpus if row.gpu else f"{row.cpu or row.machine}, {row.cores} cores",
         "bytes": sent,
         "gflop": flops(case, "forward") / 1e9 if case else 0.0,
         **dict(zip(("speedup", "low", "high"), _over(base, row), strict=True)),

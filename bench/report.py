@@ -91,8 +91,8 @@ def show(rows: Sequence[Measurement], console: Console, *, verbose: bool = False
 
 
 def warnings(rows: Sequence[Measurement]) -> list[str]:
-    """Return what makes the rows doubtful: a busy machine, a late host."""
-    return [*filter(None, (busy(rows), late(rows)))]
+    """Return what makes the rows doubtful: a busy machine, a late host, calls beside graphs."""
+    return [*filter(None, (busy(rows), late(rows), uncaptured(rows)))]
 
 
 def late(rows: Sequence[Measurement]) -> str:
@@ -104,6 +104,18 @@ def late(rows: Sequence[Measurement]) -> str:
     return (
         f"Careful, in {len(found)} rows ({names}) the host took longer to issue the call than the GPU waited ahead of "
         "it: their times may be the host's, not the GPU's. --graph takes the host out where a call can be captured."
+    )
+
+
+def uncaptured(rows: Sequence[Measurement]) -> str:
+    """Return a warning about rows that were asked for as graphs and timed as calls, or ""."""
+    found = [row for row in rows if row.graph and row.median_ms and "not captured: " in row.path]
+    if not found:
+        return ""
+    names = ", ".join(dict.fromkeys(row.variant for row in found))
+    return (
+        f"Careful, {len(found)} rows ({names}) could not be captured as graphs and were timed as calls, beside graphs "
+        "of other variants: `path` says why."
     )
 
 

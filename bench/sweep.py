@@ -110,10 +110,20 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             del runners
             problem.forget_runners(at)
     # Of the machine of rank 0, as it was before and is now.
-    told: list[Any] = [(before_gpu, state(), os.getloadavg()[0] if job.timed else None)]
-    dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
-    first, last, load = told[0]
-    return [*job.absent, *(replace(each, gpu_before=first, gpu_after=last, load=load) for each in outcomes)]
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, (before_gpu, state(), os.getloadavg()[0] if job.timed else None), group=group)
+    firsts, lasts, (load, *_) = zip(*told, strict=True)
+    seen = {"gpu_before": of_ranks(firsts), "gpu_after": of_ranks(lasts), "load": load}
+    return [*job.absent, *(replace(each, **seen) for each in outcomes)]
+
+
+def of_ranks(states: Sequence[str]) -> str:
+    """Return the state of rank 0's GPU, and that of the GPU with the slowest clock if it differs: all wait for it."""
+    clocks = {rank: int(found[1]) for rank, text in enumerate(states) if (found := re.match(r"SM (\d+) MHz", text))}
+    slowest = min(clocks, key=clocks.__getitem__, default=0)
+    if clocks.get(slowest) == clocks.get(0):
+        return states[0]
+    return f"{states[0]}; slowest, rank {slowest}: {states[slowest]}".removeprefix("; ")
 
 
 def repeated(run: Callable[[], Any], calls: int) -> Callable[[], Any]:

@@ -91,8 +91,16 @@ _THROTTLED = {
 def nvml_of(index: int) -> tuple[Any, ctypes.c_void_p]:
     """Return the library NVML and its handle of a GPU by torch's index; OSError if there is none."""
     nvml, gpu = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(_nvml_index(index), ctypes.byref(gpu)):
-        raise OSError(f"NVML does not know GPU {index}")
+    # NVML numbers all GPUs of the machine, CUDA those that are visible, which are given by number or UUID.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    named = visible[index].strip() if index < len(visible) else ""
+    failed = nvml.nvmlInit_v2()
+    if not named or named.isdecimal():
+        failed = failed or nvml.nvmlDeviceGetHandleByIndex_v2(int(named or index), ctypes.byref(gpu))
+    else:
+        failed = failed or nvml.nvmlDeviceGetHandleByUUID(named.encode(), ctypes.byref(gpu))
+    if failed:
+        raise OSError(f"NVML does not know GPU {named or index}")
     return nvml, gpu
 
 
@@ -116,12 +124,6 @@ def gpu_state(index: int) -> str:
         return ""
     reasons = ", ".join(name for bit, name in _THROTTLED.items() if bits & bit)
     return f"SM {clocks[0]} MHz, memory {clocks[1]} MHz, {power:.0f} W, {heat} C, throttled: {reasons or 'no'}"
-
-
-def _nvml_index(index: int) -> int:
-    # NVML numbers all GPUs of the machine, CUDA those that are visible.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return int(visible[index]) if index < len(visible) and visible[index].isdecimal() else index
 
 
 def slug(text: str) -> str:

@@ -17,8 +17,9 @@ from fusedtp.bench import figures, report, tables, theme
 from fusedtp.bench.cases import LAYERS, OPS, Case
 from fusedtp.bench.frames import distinct, fast_p, frame_of
 from fusedtp.bench.intervals import Timing
-from fusedtp.bench.report import late
+from fusedtp.bench.report import late, uncaptured
 from fusedtp.bench.store import Measurement, ratios
+from fusedtp.bench.sweep import of_ranks
 
 MakeRow = Callable[..., Measurement]
 
@@ -39,6 +40,11 @@ def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow
     assert found.loc[("unfused", 2), "scaling"] == pytest.approx(16 / 10 / 2)
     assert found.loc[("auto", 2), "over_best"] == pytest.approx(10 / 8)
     assert found["over_best"].notna().sum() == 2
+    # Of another commit's time on one rank nothing can be said.
+    other = frame_of([replace(alone[0], commit="another"), *case_rows(make_row, 64, 2, 8.0)])
+    assert other["scaling"].dropna().tolist() == [1.0]
+    on_two = frame_of([replace(alone[0], gpu="H100", num_gpus=8, world_size=8, nodes=2)])
+    assert on_two["hardware"].tolist() == ["8x H100 on each of 2 nodes"]
     assert fast_p(frame) == {"auto": pytest.approx([10 / 8, 10 / 5])}
     told = " ".join(tables.verdict(frame))
     assert "fast_p of auto, right and p times as fast as the fastest other: 100% at p = 1, 100% at p = 1.2, 50%" in told
@@ -121,12 +127,16 @@ def test_no_line_of_a_bound_crosses_the_time_beside_a_bar(make_row: MakeRow) -> 
     assert beside == {"10 ms": pytest.approx(100), "9 ms": pytest.approx(90), "3 ms": pytest.approx(90)}
 
 
-def test_rows_that_the_host_made_longer_are_told(make_row: MakeRow, tmp_path: Path) -> None:
+def test_rows_that_the_host_made_longer_or_that_are_no_graphs_are_told(make_row: MakeRow, tmp_path: Path) -> None:
     rows = [make_row(median_ms=1.0, variant="dtensor", late_rounds=n, host_us=900.0) for n in (0, 10, 11)]
     assert late(rows[:2]) == ""
     assert "Careful, in 1 rows (dtensor) the host took longer" in late(rows)
     report.write([make_row(median_ms=1.0), rows[2]], tmp_path / "sweep.csv")
     assert "Careful, in 1 rows (dtensor) the host took longer" in (tmp_path / "sweep.html").read_text()
+    paths = {"fused": "fused: asked; captured", "dtensor": "not captured: RuntimeError: a copy to the host"}
+    calls = [make_row(median_ms=1.0, variant=name, graph=True, path=path) for name, path in paths.items()]
+    assert uncaptured(calls[:1]) == ""
+    assert "Careful, 1 rows (dtensor) could not be captured" in report.warnings([*rows, *calls])[-1]
     timings = [replace(Timing.of([1.0, 2.0]), host_us=us, late_rounds=1) for us in (10.0, 30.0)]
     joined = Timing.together(timings)
     assert (joined.host_us, joined.late_rounds, joined.each_of(2).host_us) == (30.0, 2, 15.0)
@@ -138,7 +148,7 @@ def test_the_state_of_a_gpu_is_by_nvml_and_empty_without(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(machine.ctypes, "CDLL", no_library)
     assert machine.gpu_state(0) == ""
-    asked: list[int] = []
+    asked: list[object] = []
 
     def gives(of: Callable[..., int]) -> Callable[..., int]:
         def function(gpu: object, *given: Any) -> int:
@@ -149,6 +159,7 @@ def test_the_state_of_a_gpu_is_by_nvml_and_empty_without(monkeypatch: pytest.Mon
 
     nvml = SimpleNamespace(
         nvmlInit_v2=lambda: 0, nvmlDeviceGetHandleByIndex_v2=lambda index, gpu: asked.append(index),
+        nvmlDeviceGetHandleByUUID=lambda uuid, gpu: asked.append(uuid),
         nvmlDeviceGetClockInfo=gives(lambda kind: 1000 * kind), nvmlDeviceGetPowerUsage=gives(lambda: 312_400),
         nvmlDeviceGetTemperature=gives(lambda sensor: 61),
         nvmlDeviceGetCurrentClocksThrottleReasons=gives(lambda: 0x44),
@@ -157,8 +168,20 @@ def test_the_state_of_a_gpu_is_by_nvml_and_empty_without(monkeypatch: pytest.Mon
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     said = "SM 1000 MHz, memory 2000 MHz, 312 W, 61 C, throttled: power cap, hardware thermal"
     assert machine.gpu_state(1) == said
-    assert asked == [5]
+    # Some schedulers name the visible GPUs by UUID.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937,MIG-cd80,")
+    assert [machine.gpu_state(index) for index in range(3)] == [said] * 3
+    assert asked == [5, b"GPU-8932f937", b"MIG-cd80", 2]
     nvml.nvmlDeviceGetCurrentClocksThrottleReasons = gives(lambda: 1)
     assert machine.gpu_state(0).endswith("throttled: no")
+    # A rank may have no NVML, and a GPU may be slower than rank 0's.
+    quick, slow = (f"SM {clock} MHz, memory 2619 MHz" for clock in (1980, 1410))
+    for states, told in (
+        ([quick, "", quick], quick),
+        (["", ""], ""),
+        ([quick, "", slow, quick], f"{quick}; slowest, rank 2: {slow}"),
+        (["", slow], f"slowest, rank 1: {slow}"),
+    ):
+        assert of_ranks(states) == told
     nvml.nvmlDeviceGetPowerUsage = lambda gpu, found: 3
     assert machine.gpu_state(0) == ""
