@@ -67,8 +67,13 @@ def digest(num_gpus: int, layer: str = "") -> str:
 
 def of_sources(sources: dict[str, str]) -> str:
     """Return the digest of sources by name."""
-    trees = {name: _plain(ast.parse(text), top=True) for name, text in sorted(sources.items())}
-    return hashlib.sha256(repr(trees).encode()).hexdigest()[:12]
+    trees = ", ".join(f"{name!r}: {_tree(text)}" for name, text in sorted(sources.items()))
+    return hashlib.sha256(f"{{{trees}}}".encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _tree(text: str) -> str:
+    return repr(_plain(ast.parse(text), top=True))
 
 
 def _plain(node: Any, top: bool = False) -> Any:

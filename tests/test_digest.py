@@ -38,15 +38,21 @@ class Watch:
         package = Path(fusedtp.__file__).parent
         self._roots = {os.path.realpath(package / name): name for name in ("bench", "kernels")}
         self._roots[os.path.realpath(package)] = ""
-        self.seen: set[str] = set()
+        self._files: set[str] = set()
+
+    @property
+    def seen(self) -> set[str]:
+        found = set()
+        for path in map(os.path.realpath, self._files):
+            for root, name in self._roots.items():
+                if path.startswith(root + os.sep):
+                    found.add(str(Path(name) / Path(path).relative_to(root)))
+                    break
+        return found
 
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         if event == "call":
-            path = os.path.realpath(frame.f_code.co_filename)
-            for root, name in self._roots.items():
-                if path.startswith(root + os.sep):
-                    self.seen.add(str(Path(name) / Path(path).relative_to(root)))
-                    break
+            self._files.add(frame.f_code.co_filename)
 
     def call(self, run: Callable[[], object]) -> None:
         for _ in range(2):

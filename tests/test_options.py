@@ -138,7 +138,7 @@ def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk
         fusedtp.destroy(group)
 
 
-@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4, 3, 2]))
+@pytest.mark.parametrize(("schedule", "world_size"), spread(SCHEDULES, [4 if LARGE else 2, 3, 2]))
 def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
     pool.run(checked, schedule, list(PINNED.values()), schedule == "decomposed", world_size=world_size)
 

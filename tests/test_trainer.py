@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-STEPS, SAVED = 8, 4
+STEPS, SAVED = 4, 2
 
 
 @contextlib.contextmanager
