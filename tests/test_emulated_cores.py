@@ -30,6 +30,7 @@ from fusedtp.kernels.configs import SHAPES, Config, compiled_config
 from fusedtp.kernels.epilogue import epilogue_of
 from fusedtp.kernels.matmul import matmul
 
+from .harness import spread
 from .virtual_gpu import cases, float8, giveups, mutants
 from .virtual_gpu.driver import EmulatedDriver, device
 from .virtual_gpu.machine import Failed, Schedule
@@ -39,7 +40,8 @@ pytestmark = pytest.mark.emulated
 
 KERNEL, GATHER, SCATTER = (f"_warp_specialised_{name}_kernel" for name in ("matmul", "gather", "scatter"))
 # Schedules for each case; the ordinary tests run a sample.
-SEEDS = {"all": 8, "write": 8, "few": 1}.get(os.environ.get("FUSEDTP_EMULATION", ""), 3)
+FEW = os.environ.get("FUSEDTP_EMULATION") == "few"
+SEEDS = 1 if FEW else {"all": 8, "write": 8}.get(os.environ.get("FUSEDTP_EMULATION", ""), 3)
 
 
 @pytest.fixture
@@ -75,7 +77,8 @@ LAYOUTS = ("rows", "columns"), ("columns", "rows"), ("rows", "rows"), ("columns"
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_matmul(gpu: EmulatedDriver, M: int, N: int, K: int, dtype: torch.dtype) -> None:
-    for seed, layouts in enumerate(LAYOUTS):
+    # Of a sample, each size has two layouts.
+    for seed, layouts in list(enumerate(LAYOUTS))[N // 8 % 2 if FEW else 0 :: 2 if FEW else 1]:
         a, b = operands(M, N, K, dtype, seed, layouts)
         c = torch.full((M, N), 7.0, dtype=dtype)
         matmul(a, b, c, epilogue_of(()), config=config(SHAPES[seed % 3]))
@@ -184,11 +187,18 @@ CASES8 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [(op, dtype) for dtype in cases.DTYPES if dtype != "float32" for op in CASES]
-    + [(op, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2") for op in CASES8],
-)
+def dtypes_of(op: str) -> list[str]:
+    return ["bfloat16", "float16"] * (op in CASES) + ["float8_e4m3fn", "float8_e5m2"] * (op in CASES8)
+
+
+# Every op with every dtype; of a sample, with one dtype in turn.
+OPS = [
+    (op, dtype) for i, op in enumerate(dict.fromkeys([*CASES, *CASES8]))
+    for at, dtype in enumerate(dtypes_of(op)) if not FEW or at == i % len(dtypes_of(op))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dtype"), OPS)
 def test_ops(ops: EmulatedDriver, op: str, dtype: str) -> None:
     """Two epochs on two to four ranks, under schedules that let each role run late, with and without an epilogue."""
     shape, kernel = (CASES if dtype in cases.DTYPES else CASES8)[op]
@@ -204,8 +214,9 @@ def test_ops(ops: EmulatedDriver, op: str, dtype: str) -> None:
     assert not any(".maxnreg 256" in text for text in ops.programs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("op", ["gather rows", "gather rows split"])
+@pytest.mark.parametrize(
+    ("op", "dtype"), spread(["gather rows", "gather rows split"], ["bfloat16", "float8_e4m3fn"], large=not FEW)
+)
 def test_empty_shards(ops: EmulatedDriver, op: str, dtype: str) -> None:
     shape = replace(UNEVEN8 if dtype in cases.FLOAT8 else UNEVEN, split="empty")
     for seed in range(SEEDS):
@@ -302,7 +313,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", list(FAULTS)[:: 4 if SEEDS == 1 else 1])
+@pytest.mark.parametrize("fault", list(FAULTS)[:: 8 if FEW else 1])
 def test_faults_are_found(ops: EmulatedDriver, fault: str) -> None:
     op, kind = FAULTS[fault]
     texts: dict[str, str] = {}
