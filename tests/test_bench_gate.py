@@ -328,7 +328,10 @@ def test_what_is_wrong_in_the_timed_rounds_alone_gets_no_number(
 )
 def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> None:
     """The same for our own kernels with preset flags; float8 operands with scales have no backward pass."""
-    is_float8, variants = dtype in EVERY_FLOAT8, (*VARIANTS, "own_matmul")
+    is_float8 = dtype in EVERY_FLOAT8
+    # Interpreted kernels are slow, and the sweep's tests have float32 on two ranks.
+    own = () if is_float8 or dtype == "float32" else ("own_matmul",)
+    variants = (*VARIANTS, *own)
     directions = ("forward",) if is_float8 else DIRECTIONS
     everyone = pool.run(verdicts_of, dtype, variants, directions, world_size=world_size)
     ran = {variant: {op for op, _, each in everyone[0] if each == variant} for variant in variants}
@@ -337,7 +340,7 @@ def test_what_is_right_passes(pool: RankPool, world_size: int, dtype: str) -> No
     # One rank has nothing to send.
     for name in (SEQUENTIAL, "comm", "decomposed"):
         assert ran.pop(name) == (set(OPS) if world_size > 1 else set())
-    assert ran.pop("own_matmul") == (set() if is_float8 else set(OPS))
+    assert not own or ran.pop("own_matmul") == set(OPS)
     assert all(ops == set(OPS) for ops in ran.values())
     for verdicts in everyone:
         assert is_float8 or verdicts == everyone[0]

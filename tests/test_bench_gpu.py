@@ -24,7 +24,7 @@ from fusedtp.bench import checks, gpu, gpu_kernels, store
 from fusedtp.bench.gpu import Item, kernel, load, named, plan, run_all, run_item
 from fusedtp.bench.gpu_kernels import KERNELS, Kernel, Launch
 from fusedtp.bench.providers import Missing
-from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.ranks import PRELOAD, RankPool
 from fusedtp.bench.store import Measurement, Outcome
 from fusedtp.bench.sweep import NOT_REACHED, Budget, run_job
 from fusedtp.kernels import latency
@@ -126,6 +126,8 @@ def planted(*variants: str, **options: Any) -> gpu.Job:
 @pytest.fixture
 def by_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusedtp.bench.sweep.run_job", planted_job)
+    # The ranks' fork server is for these tests alone.
+    monkeypatch.setenv(PRELOAD, "")
 
 
 def rows_of(job: gpu.Job, path: Path, seconds: float = 60.0) -> dict[str, Measurement]:

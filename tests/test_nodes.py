@@ -44,7 +44,7 @@ def test_two_nodes_time_what_reaches_over_them(nodes: tuple[str, ...], tmp_path:
     launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                 "--master-addr", HOST, "--master-port", "29612"]  # fmt: skip
     sweep = ["-m", "fusedtp.bench.cli", "sweep", "--op", "all_gather_matmul", "--shape", "24,20,16", "--rounds", "3",
-             "--dtype", "float32"]  # fmt: skip
+             "--dtype", "float32", "--schedule", "decomposed,auto", "--baseline", "dtensor"]  # fmt: skip
     started = []
     for i, name in enumerate(nodes):
         env = {**os.environ, "GLOO_SOCKET_IFNAME": f"fusedtp{i}", "OMP_NUM_THREADS": "1"}

@@ -317,7 +317,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke
     assert "there is no" in run(app, ["tune", "--show"]).output.replace("\n", " ")
     assert run(app, ["predict", "all_reduce", "--hardware", "here"]).exit_code == 2
-    result = run(app, ["tune", "--world-size", "2", "--seconds", "0"])
+    result = run(app, ["tune", "--world-size", "2", "--seconds", "0", "--dtype", "fp32"])
     assert result.exit_code == 0, result.output
     known, _, ignored = tuning.load(target)
     assert known is not None, ignored
