@@ -39,6 +39,7 @@ collect_ignore = [] if "GPU_STUB_DEVICES" in os.environ else ["test_virtual_gpu.
 LONGEST = (
     "test_emulated.py", "test_options.py", "test_trainer.py", "test_decoders.py", "test_drop_in.py",
     "test_float8_layers.py", "test_lora.py", "test_compile.py", "test_tree_order.py", "test_guide.py",
+    "test_use_in_transformers.py",
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ SCHEDULES = {"unfused": torch.float64, "decomposed": torch.float64, "fused": tor
 # Sums of products over the longest contraction stay below 2**24.
 LARGEST, LONGEST = 999, 16
 # Number of random specs in one example.
-CASES = 20 if LARGE else 6
+CASES = 20 if LARGE else 4
 
 Splits = Mapping[str, tuple[int, ...]]
 
