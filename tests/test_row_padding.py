@@ -125,7 +125,8 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], views: boo
                 operands.leaves = [with_poison_beside(each.detach()).requires_grad_() for each in operands.leaves]
                 operands.dy = with_poison_beside(operands.dy)
             # The first run makes room, and fresh room is zeros. Few rows are multiplied at once, more rows by chunk.
-            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2)[views:]:
+            last = 3 if call.schedule == "decomposed" else 2
+            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2)[views:last]:
                 if not views:
                     poison(group)
                 with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
