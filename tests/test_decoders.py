@@ -156,7 +156,7 @@ def _spread() -> list[Any]:
     spread = []
     for i, name in enumerate(MODELS):
         # The last norm of the first OLMo has no parameters.
-        ranks = (2, 4) if LARGE else (2, 2, 4)
+        ranks = (2, 4) if LARGE else (2, 2, 2, 2, 4)
         ways = list(product((False,) if name.startswith("OLMo,") else (True, False), ranks))
         for way in ways if LARGE else [ways[i % len(ways)]]:
             how = f"tokens {'split' if way[0] else 'whole'}, {way[1]} ranks"
