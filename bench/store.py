@@ -36,7 +36,7 @@ MAX_BYTES = 64 << 20
 # Characters that begin a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
-CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, tuple[int, ...], bool, bool]
+CaseKey: TypeAlias = tuple[str, int, int, int, str, int, str, str, int, str, tuple[int, ...], bool, bool, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Measurement:
         """Return the key that rows of one comparison share."""
         size = self.op, self.M, self.N, self.K, self.dtype, self.world_size
         of_model = self.model, self.tokens, self.layer
-        return *size, self.direction, *of_model, self.widths, self.graph, self.interpreted
+        return *size, self.direction, *of_model, self.widths, self.graph, self.interpreted, self.nodes
 
     @property
     def passed(self) -> bool:

@@ -232,7 +232,7 @@ def missing(variant: str, case: Case, direction: str, num_gpus: int) -> str:
             return "on one rank it is the library's matmul, as unfused is: left out where a call takes seconds"
     if variant in OWN or case.op not in OPS:
         if variant in SUITES["collectives"].others:
-            return "it has no all-gather and no reduce-scatter" if case.op != "all_reduce" else (
+            return "of torch's symmetric memory the all-reduces alone are timed" if case.op != "all_reduce" else (
                 "" if num_gpus else "torch's symmetric memory needs CUDA"
             )  # fmt: skip
         return ""

@@ -1,9 +1,9 @@
 """The measuring protocol: gate first, then interleaved rounds whose times are the slowest rank's.
 
 Per iteration: a barrier (on a GPU also a flush of the L2 cache), then the op between two clock readings. On a GPU the
-stream spins between the barrier and the first reading, for longer than the host took to issue the call in the first
-round: the GPU's work is timed, and not the launches. Rounds in which the host took longer than the spin are counted
-(`Timing.late_rounds`): a call that waits for the GPU always does.
+stream spins ahead of the barrier, for longer than the host took to issue the call in the first round: the GPU's work is
+timed, and not the launches. Rounds in which the host took longer than the spin are counted (`Timing.late_rounds`): a
+call that waits for the GPU always does.
 
 The variants take turns within each round, starting one further every round, so drift affects all alike.
 Rank 0 broadcasts the number of rounds: ranks that decide alone run different numbers and hang. An iteration's time is
@@ -215,9 +215,14 @@ def measure(
     clock = _CudaClock(group, device, tuple(runners)) if device.type == "cuda" else _HostClock(group)
     names = list(runners)
 
+    spent = 0.0
+
     def iteration(name: str, is_last: bool) -> tuple[float, float]:
+        nonlocal spent
         before(name)
+        begin = time.perf_counter()
         *times, result = clock.iteration(name, runners[name])
+        spent += time.perf_counter() - begin
         after(name, result, is_last)
         # Freeing a large result returns pages to the system, which is not part of the op.
         del result
@@ -228,10 +233,10 @@ def measure(
     gc.disable()
     try:
         turn()
-        begin = time.perf_counter()
         first = torch.tensor([iteration(name, False) for name in names], dtype=torch.float64)
-        # On a GPU a round takes longer than its calls: spins, flushes, barriers and checks are part of it.
-        spent = time.perf_counter() - begin if device.type == "cuda" else float(first[:, 0].sum()) / 1e3
+        # On a GPU a round takes longer than its calls: spins and flushes are part of it.
+        if device.type != "cuda":
+            spent = float(first[:, 0].sum()) / 1e3
         clock.size([float(host_ms) for host_ms in _slowest(first[:, 1], group, device)])
         count, counted = _agree_on_rounds(spent, seconds, rounds, group, device)
         # By runner and round: milliseconds of the call, and of the host that issued it.
@@ -305,7 +310,7 @@ class _HostClock:
 
 
 class _CudaClock:
-    """Device time between two events, with a cold L2 cache, behind a barrier on the stream and a spin."""
+    """Device time between two events, with a cold L2 cache, behind a spin and a barrier on the stream."""
 
     def __init__(self, group: ProcessGroup | None, device: torch.device, names: Sequence[str]) -> None:
         self._group, self._spin_ms = group, dict.fromkeys(names, FIRST_MS)
@@ -317,10 +322,10 @@ class _CudaClock:
     def iteration(self, name: str, run: Callable[[], object]) -> tuple[float, float, Any]:
         """Return the milliseconds of one call, and of the host that issued it, and what it returned, finished."""
         self._flush.zero_()
-        # Ahead of the spin, which begins on all ranks together and is as long on all.
+        spin(self._spin_ms[name])
+        # Behind the spin, whose end depends on a GPU's clock.
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
-        spin(self._spin_ms[name])
         begin = time.perf_counter()
         self._start.record()
         result = finished(run())

@@ -84,6 +84,40 @@ def test_the_least_number_of_rounds(pool: RankPool) -> None:
     assert pool.run(long_rounds, 10.0, world_size=2) == [(MIN_ROUNDS, MIN_ROUNDS)] * 2
 
 
+class Event:
+    """Stand-in for an event of a GPU, on the host's clock."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def spinning(group: ProcessGroup) -> float:
+    """Return the least time of an op that waits for its peer, where rank 1's spin is 40 ms longer."""
+
+    def spin(ms: float) -> None:
+        time.sleep(0.04 * group.rank())
+
+    with (
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(L2_cache_size=64)),
+        mock.patch.object(timing, "spin", spin),
+    ):
+        clock = timing._CudaClock(group, CPU, ["op"])
+        return min(clock.iteration("op", lambda: dist.barrier(group=group))[0] for _ in range(5))
+
+
+def test_a_spin_that_a_slow_clock_makes_longer_is_no_part_of_the_time(pool: RankPool) -> None:
+    assert max(pool.run(spinning, world_size=2)) < 20
+
+
 LATE_SECONDS = 0.02
 
 
