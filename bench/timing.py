@@ -314,6 +314,8 @@ class _CudaClock:
 
     def __init__(self, group: ProcessGroup | None, device: torch.device, names: Sequence[str]) -> None:
         self._group, self._spin_ms = group, dict.fromkeys(names, FIRST_MS)
+        # The barrier of another backend keeps the host until all before it on the stream is over.
+        self._is_on_stream = group is not None and "nccl" in dist.get_backend_config(group)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
         self._token = torch.zeros(1, device=device)
@@ -322,10 +324,12 @@ class _CudaClock:
     def iteration(self, name: str, run: Callable[[], object]) -> tuple[float, float, Any]:
         """Return the milliseconds of one call, and of the host that issued it, and what it returned, finished."""
         self._flush.zero_()
+        if not self._is_on_stream:
+            self._barrier()
         spin(self._spin_ms[name])
         # Behind the spin, whose end depends on a GPU's clock.
-        if self._group is not None:
-            dist.all_reduce(self._token, group=self._group)
+        if self._is_on_stream:
+            self._barrier()
         begin = time.perf_counter()
         self._start.record()
         result = finished(run())
@@ -333,6 +337,10 @@ class _CudaClock:
         host_ms = (time.perf_counter() - begin) * 1e3
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)), host_ms, result
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.all_reduce(self._token, group=self._group)
 
     def size(self, host_ms: Sequence[float]) -> None:
         """Set the spins by the host's times of the first round, the slowest rank's."""

@@ -109,6 +109,7 @@ def spinning(group: ProcessGroup) -> float:
         mock.patch.object(torch.cuda, "Event", Event),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(L2_cache_size=64)),
         mock.patch.object(timing, "spin", spin),
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
     ):
         clock = timing._CudaClock(group, CPU, ["op"])
         return min(clock.iteration("op", lambda: dist.barrier(group=group))[0] for _ in range(5))
