@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
-from fusedtp.calls import call
+from fusedtp.calls import call, operators
 from fusedtp.workspaces import generation, registry, workspace
 
 from .harness import LARGE, mesh_of, spread
@@ -178,6 +178,10 @@ def test_collectives_of_many_rows(pool: RankPool, schedule: str, world_size: int
     pool.run(exchanged, schedule, (5, 3, long, 0, 5, *range(1, few), long, 5), world_size=world_size, timeout=200.0)
 
 
+# Plans by bytes, and their parts, are kept for so many lengths.
+MOST_PLANS = 128
+
+
 def entries() -> dict[str, int]:
     """Return the number of entries of every cache of the package and of the workspaces."""
     found: dict[str, int] = {}
@@ -185,7 +189,8 @@ def entries() -> dict[str, int]:
         if name.startswith("fusedtp"):
             for key, each in vars(module).items():
                 if isinstance(each, functools._lru_cache_wrapper):
-                    found[f"{name}.{key}"] = each.cache_info().currsize
+                    if (each.cache_info().maxsize or MOST_PLANS + 1) > MOST_PLANS:
+                        found[f"{name}.{key}"] = each.cache_info().currsize
                 elif isinstance(each, dict) and not key.startswith("__"):
                     found[f"{name}.{key}"] = len(each)
                 with suppress(TypeError):
@@ -199,7 +204,10 @@ def entries() -> dict[str, int]:
 
 def few(group: ProcessGroup, schedule: str) -> dict[str, tuple[int, int]]:
     """Make few new numbers of rows, where fewer are kept: interpreted kernels are slow."""
-    with mock.patch.object(call, "MAX_ROWS", 3), mock.patch.object(workspace, "_MAX_TABLES", 8):
+    with (
+        mock.patch.object(call, "MAX_ROWS", 3), mock.patch.object(operators, "MAX_ROWS", 3),
+        mock.patch.object(workspace, "_MAX_TABLES", 8),
+    ):  # fmt: skip
         return many(group, schedule, 4)
 
 
