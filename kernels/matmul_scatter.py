@@ -116,9 +116,8 @@ def _store_to_owners(ctx, tile, packed, acc):
         first = tl.load(ctx.table + i)
         owner = tl.where(rows >= first, i, owner)
         begin = tl.where(rows >= first, first, begin)
-    base = half(ctx.link, owner, partial.dtype)[:, None]
-    places = (ctx.region_row + rows - begin).to(tl.int64)[:, None] * ctx.pitch + cols[None, :]
-    tl.store(base + places, partial, mask=(rows < ctx.M)[:, None] & (cols < ctx.b.N[0])[None, :])
+    base = half(ctx.link, owner, partial.dtype) + (ctx.region_row + rows - begin).to(tl.int64) * ctx.pitch
+    tl.store(base[:, None] + cols[None, :], partial, mask=(rows < ctx.M)[:, None] & (cols < ctx.b.N[0])[None, :])
 
 
 @triton.jit

@@ -313,8 +313,10 @@ def against_plain(built: Built, plain: Built) -> None:
     Made one loop, it looks whether there is a next tile before it waits for that, which is all that it may add.
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
-    # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read.
-    for name in ("s_nop", *(("s_waitcnt",) if built.case.is_float8 else ())):
+    # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read,
+    # with a newer Triton all terms.
+    waits = built.case.is_float8 or (is_newer() and VARIANTS[built.case.variant].more)
+    for name in ("s_nop", *(("s_waitcnt",) if waits else ())):
         added.pop(name, None)
     if built.num_stages == 1:
         # One buffer: a barrier before it is stored to again.
