@@ -82,7 +82,7 @@ class Problem(Operands):
         if name in ("y", "dx"):
             term = self._matmul(name)()
             self.follows(term, name)
-            if self.case.kind == "all_reduce":
+            if name == "y" and self.case.kind == "all_reduce":
                 return self._all_reduce(term)
             return partial(self._sum, term, name)
         shard, _ = self.travelling(name)

@@ -109,7 +109,7 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
             ]  # fmt: skip
             del runners
             problem.forget_runners(at)
-    # Of the machine of rank 0, as it was before and is now.
+    # Of each rank's machine, as it was before and is now; the load is that of rank 0's.
     told: list[Any] = [None] * group.size()
     dist.all_gather_object(told, (before_gpu, state(), os.getloadavg()[0] if job.timed else None), group=group)
     firsts, lasts, (load, *_) = zip(*told, strict=True)

@@ -94,12 +94,12 @@ def nvml_of(index: int) -> tuple[Any, ctypes.c_void_p]:
     # NVML numbers all GPUs of the machine, CUDA those that are visible, which are given by number or UUID.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     named = visible[index].strip() if index < len(visible) else ""
-    failed = nvml.nvmlInit_v2()
+    key: int | bytes
     if not named or named.isdecimal():
-        failed = failed or nvml.nvmlDeviceGetHandleByIndex_v2(int(named or index), ctypes.byref(gpu))
+        find, key = nvml.nvmlDeviceGetHandleByIndex_v2, int(named or index)
     else:
-        failed = failed or nvml.nvmlDeviceGetHandleByUUID(named.encode(), ctypes.byref(gpu))
-    if failed:
+        find, key = nvml.nvmlDeviceGetHandleByUUID, named.encode()
+    if nvml.nvmlInit_v2() or find(key, ctypes.byref(gpu)):
         raise OSError(f"NVML does not know GPU {named or index}")
     return nvml, gpu
 
