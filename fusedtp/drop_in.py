@@ -106,7 +106,7 @@ def _install() -> None:
         with warnings.catch_warnings():
             # torch warns that its own implementation is replaced.
             warnings.simplefilter("ignore")
-            library.impl(name, _kernel(name, check, falls_back=True), "CUDA")
+            library.impl(name, _kernel(name, check, falls_back=True), "CUDA", allow_override=True)
     torch.library.register_autograd(
         "symm_mem::fused_all_gather_matmul", _gather_backward, setup_context=_setup_gather, lib=library
     )

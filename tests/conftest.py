@@ -60,8 +60,10 @@ def poison(group: ProcessGroup | None = None, package: str = fusedtp.__file__) -
     assert fusedtp.__file__ == package, f"ranks would test {fusedtp.__file__}, and their parent {package}"
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
-    # What is imported by now stays: the garbage collector need not visit it again and again.
+    # What is imported by now stays: the garbage collector need not visit it again and again. It takes a twentieth of
+    # the tests' time at Python's own threshold.
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     if group is not None:
         # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)

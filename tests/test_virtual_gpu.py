@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ if "GPU_STUB_DEVICES" not in os.environ:
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp import fsdp, reference
+from fusedtp import fsdp, reference, torch_private
 from fusedtp.bench import checks, gpu, store
 from fusedtp.bench.intervals import Timing
 from fusedtp.bench.ranks import RankPool
@@ -134,6 +135,35 @@ def test_fsdp_gathers_and_reduces_in_lanes(ranks: RankPool) -> None:
     assert also
     assert "for rank 1" in said
     assert "in lane 1, FSDP2's gathers" in said
+
+
+def by_torchs_ops(group: ProcessGroup) -> list[str]:
+    """Call torch's fused ops on CUDA under `drop_in`, and return the schedules that ran."""
+    device, rank, name = checks.prepare(), group.rank(), group.group_name
+    random = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(shape, generator=random).bfloat16() for shape in ((64, 48), (48, 64)))
+    ops, ran = torch.ops.symm_mem, []
+    with fusedtp.drop_in("fused"), warnings.catch_warnings():
+        # That torch's own code is replaced.
+        warnings.simplefilter("ignore")
+        mine = x.chunk(RANKS)[rank].to(device), w.chunk(RANKS, 1)[rank].contiguous().to(device)
+        whole, (y,) = ops.fused_all_gather_matmul(mine[0], [mine[1]], 0, name)
+        ran.append(fusedtp.last_path().schedule)  # type: ignore[union-attr]
+        terms = x.chunk(RANKS, 1)[rank].contiguous().to(device), w.chunk(RANKS)[rank].to(device)
+        z = ops.fused_matmul_reduce_scatter(*terms, "sum", 0, name)
+        ran.append(fusedtp.last_path().schedule)  # type: ignore[union-attr]
+    assert torch.equal(whole.cpu(), x)
+    exact, allowed = reference.matmul(x, w), reference.bound(x, w, torch.bfloat16, k_sizes=(24, 24))
+    for found, part in ((y, lambda each: each.chunk(RANKS, 1)[rank]), (z, lambda each: each.chunk(RANKS)[rank])):
+        reference.check(found.cpu(), part(exact), part(allowed), f"{tuple(found.shape)}")
+    assert torch_private.has_kernel("symm_mem::fused_all_gather_matmul", "CUDA")
+    fusedtp.destroy()
+    return ran
+
+
+def test_torchs_own_ops_run_by_fusedtp(ranks: RankPool) -> None:
+    """torch has CUDA code of its own for these, which `drop_in` replaces, and gives back."""
+    assert ranks.run(by_torchs_ops) == [["fused", "fused"]] * RANKS
 
 
 def test_captured_graphs_replay(ranks: RankPool) -> None:
