@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -90,10 +91,10 @@ class _Comm:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def _run(
-        self, x: Tensor, out: Tensor, rows: int, group: ProcessGroup, async_op: bool, before: Callable[[], object],
-        after: Callable[[], object],
+        self, x: Tensor, out: Tensor, rows: int, group: ProcessGroup, async_op: bool,
+        after: Callable[[], object] | None = None,
     ) -> dist.Work | None:  # fmt: skip
-        # Run the collective of x [R, C] into `out`, for `rows` of every rank, between `before` and `after`.
+        # Run the collective of x [R, C] into `out`, for `rows` of every rank, and then `after`.
         name, key = self.op.name, lanes.lock(str(group.group_name), self.lane)
         ready = ready_for(self.op, x, (rows,) * group.size(), group, self._schedule, lane=self.lane)
         if not ready.is_prepared:
@@ -102,9 +103,9 @@ class _Comm:
         in_flight = async_op and not _blocks(ready.prepared())
 
         def run() -> None:
-            before()
             ready.run({"a": x}, [out])
-            after()
+            if after is not None:
+                after()
 
         return lanes.run(key, name + lanes.said(self.lane), run, (x, out), in_flight=in_flight)
 
@@ -130,15 +131,8 @@ class _AllGather(_Comm):
             out, own = out.view(torch.bfloat16), own.view(torch.bfloat16)
         if not own.numel():
             return None
-        mine = out.view(group.size(), -1)[group.rank()]
-
-        def copy_own() -> None:
-            if own.data_ptr() != mine.data_ptr():
-                mine.copy_(own)
-
         rows, columns = _matrix(own.numel())
-        x, whole = mine.view(rows, columns), out.view(-1, columns)
-        return self._run(x, whole, rows, group, async_op or out.is_cpu, copy_own, _nothing)
+        return self._run(own.view(rows, columns), out.view(-1, columns), rows, group, async_op or out.is_cpu)
 
 
 class _ReduceScatter(_Comm):
@@ -159,17 +153,10 @@ class _ReduceScatter(_Comm):
         if not output_tensor.numel():
             return None
 
-        def scale() -> None:
-            if factor is not None:
-                output_tensor.mul_(factor)
-
         rows, columns = _matrix(output_tensor.numel())
         x, mine = input_tensor.view(-1, columns), output_tensor.view(rows, columns)
-        return self._run(x, mine, rows, group, async_op, _nothing, scale)
-
-
-def _nothing() -> None:
-    pass
+        scale = None if factor is None else partial(output_tensor.mul_, factor)
+        return self._run(x, mine, rows, group, async_op, scale)
 
 
 def _blocks(ready: BoundTask) -> bool:

@@ -145,7 +145,7 @@ def test_halved_times_with_halved_ratios_are_refused(path: Path, name: str) -> N
 
 
 OTHERS = {
-    "commit": "aaaaaaaaaaaa", "dirty": None, "torch": "2.11", "triton": "3.6.0", "python": "3.12.0",
+    "commit": "aaaaaaaaaaaa", "dirty": None, "torch": "2.0", "triton": "3.0.0", "python": "3.8.0",
     "time_utc": "2020-01-01T00:00:00Z",
 }  # fmt: skip
 

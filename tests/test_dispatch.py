@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import float8
+from fusedtp.bench.cases import EVERY_DTYPE
 from fusedtp.bench.ranks import RankPool
 from fusedtp.choose import dispatch, tuning
 from fusedtp.choose.tuning import Sample
@@ -334,6 +335,9 @@ def test_float8_is_not_decided_by_measurements_of_bfloat16() -> None:
     path = dispatch._decide(float8_task(), 2, known, False, False)
     assert path.schedule == "decomposed"
     assert dispatch._unmeasured("all_gather_matmul", "float8_e4m3fn") in path.reason
+    # What cannot be tuned is not advised.
+    assert dispatch.TUNED == EVERY_DTYPE
+    assert "--dtype" not in dispatch._unmeasured("all_gather", "uint8")
     known = dispatch.SharedConfig(
         tuning.Table({"cpu": "any"}, (narrow, replace(narrow, dtype="float8_e4m3fn")), {}), None
     )  # fmt: skip

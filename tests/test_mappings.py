@@ -111,13 +111,19 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
     def use() -> None:
         made = dist.new_group(ranks)
         assert reduce(made)
-        weight = torch.ones(2, 4)
+        weight = torch.ones(2, 4, requires_grad=True)
         if layers:
             fusedtp.ParallelMLP(4, 4, group=made, schedule="decomposed")(X).sum().backward()
-        assert fusedtp.all_gather_linear(X, weight, group=made, schedule="decomposed").shape == (4 * len(ranks), 2)
+        y = fusedtp.all_gather_linear(X, weight, group=made, schedule="decomposed")
+        assert y.shape == (4 * len(ranks), 2)
         # Only a layer keeps its group, as the layer may be used again.
         dist.barrier(made)
         dist.destroy_process_group(made)
+        del made
+        gc.collect()
+        if not layers:
+            with pytest.raises(RuntimeError, match="the process group of this call has been destroyed"):
+                y.sum().backward()
 
     use()
     before = held()

@@ -23,7 +23,7 @@ from fusedtp.bench.ranks import RankPool
 from fusedtp.calls import call, operators
 from fusedtp.workspaces import generation, registry, workspace
 
-from .harness import LARGE, mesh_of, spread
+from .harness import LARGE, mesh_of, on_ranks, spread
 from .oracle import Case, Operands, cut
 from .test_ops import bounded
 
@@ -255,6 +255,24 @@ def many(group: ProcessGroup, schedule: str, count: int = 150) -> dict[str, tupl
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_new_rows_leave_nothing_behind(pool: RankPool, schedule: str) -> None:
     assert pool.run(few if schedule == "fused" and not LARGE else many, schedule, world_size=2) == [{}, {}]
+
+
+@on_ranks(1)
+def test_as_many_are_kept_as_is_said(group: ProcessGroup) -> None:
+    """MAX_ROWS numbers of rows in turn are found again, also where each call plans for itself."""
+    w, made = torch.ones(8, 8), mock.Mock()
+    own = call.Call.__init__
+
+    def counted(self: call.Call, *given: Any) -> None:
+        made()
+        own(self, *given)
+
+    with mock.patch.object(call.Call, "__init__", counted):
+        for expected in (call.MAX_ROWS, 0):
+            made.reset_mock()
+            for rows in range(101, 101 + call.MAX_ROWS):
+                fusedtp.linear_all_reduce(torch.ones(rows, 8), w, order="tree", group=group)
+            assert made.call_count == expected
 
 
 def shared(group: ProcessGroup) -> None:

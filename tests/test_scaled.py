@@ -133,6 +133,10 @@ def test_blocks_are_widened_to_the_bits_of_their_values(dtype: torch.dtype) -> N
                 assert torch.allclose(got.float(), want.to(out).float(), rtol=0, atol=0, equal_nan=True)
 
 
+# torch 2.11 multiplies float8 on a CPU with one scale alone.
+ROWWISE_ON_CPUS = torch.__version__ >= "2.12"
+
+
 @pytest.mark.parametrize(("recipe", "turned"), [("rowwise", False), ("rowwise", True), ("mxfp8", False)])
 def test_every_way_to_multiply(recipe: str, turned: bool) -> None:
     """The functions of GPUs, as far as the library has them on a CPU; gradients have operands in the other layout."""
@@ -150,9 +154,9 @@ def test_every_way_to_multiply(recipe: str, turned: bool) -> None:
         reference.check(mm(left, right, added), expected, off, "ours")
         if recipe == "mxfp8":
             reference.check(in_bfloat16(left, right, added), expected, off, "in bfloat16")
-        else:
+        elif ROWWISE_ON_CPUS:
             reference.check(by_library(left, right, added), expected, 2 * off, "the library's")
-    if recipe == "rowwise":
+    if recipe == "rowwise" and ROWWISE_ON_CPUS:
         data = a.data.double() @ b.data.double().t()
         reference.check(of_data(left, right), data, 64 * torch.finfo(torch.float32).eps * data.abs().max(), "data")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal as signals
+import threading
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ import fusedtp
 from fusedtp import locks
 from fusedtp.bench.ranks import RankPool
 from fusedtp.kernels import signal
+from fusedtp.schedules.local import LocalScatter
 from fusedtp.workspaces import registry
 
 from .beside import CPU, Flags, InThread, X, own_group, until
+from .harness import on_ranks
 from .soak.mixed import Call, Operands, draw
 
 
@@ -102,6 +107,25 @@ def test_one_group_in_two_threads_is_refused(pool: RankPool) -> None:
     for text, op in zip(refused, ("all_reduce", "all_gather", "destroy"), strict=True):
         assert text.startswith(f"{op}: all_reduce is under way in thread 'the other thread' on the same group")
         assert "new_group()" in text
+
+
+@on_ranks(1)
+def test_one_rank_needs_no_lock(group: ProcessGroup) -> None:
+    """Two threads are in one call at once, each behind its matmul's operands and before its sum."""
+    met, multiply = threading.Barrier(2), LocalScatter.multiply
+
+    def meet(self: LocalScatter, terms: Any) -> None:
+        multiply(self, terms)
+        met.wait(60)
+
+    def call(value: float) -> float:
+        x, w, residual = torch.full((1, 1), value), torch.ones(1, 1), torch.zeros(1, 1)
+        return fusedtp.linear_reduce_scatter(x, w, residual=residual, group=group).item()
+
+    assert (call(1.0), call(1.0)) == (1.0, 1.0)
+    with mock.patch.object(LocalScatter, "multiply", meet):
+        there = InThread(lambda: call(2.0))
+        assert (call(1.0), there.result()) == (1.0, 2.0)
 
 
 def test_destroy_holds_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,8 @@ class BoundTask(Prepared):
     def group(self) -> ProcessGroup:
         """Return the group, which the caller keeps alive."""
         group: ProcessGroup | None = self._group()
-        assert group is not None
+        if group is None:
+            raise RuntimeError("the process group of this call has been destroyed")
         return group
 
 

@@ -97,7 +97,7 @@ class Call:
         self._bound: dict[tuple[str, Task], BoundTask] = {}
         # The first call that differs in its rows alone, and keys in `_calls` of the last ones.
         self.first, self.has_rows = self, False
-        self.recent: deque[Any] = deque()
+        self.recent: deque[list[Any]] = deque()
         self._num_ranks = math.prod(size for _, size in places.values())
         self._text, self._whole_rows = self._agreement()
         self._rows = tuple([name for name in spec.a.names if name != spec.k])
@@ -224,7 +224,8 @@ class Call:
 
     def _group(self, axis: str) -> ProcessGroup:
         group: ProcessGroup | None = self.groups[axis]()
-        assert group is not None
+        if group is None:
+            raise RuntimeError("the process group of this call has been destroyed")
         return group
 
     def _task(self, step: ProgramStep, operands: Mapping[str, Any]) -> Task:
@@ -342,11 +343,16 @@ _firsts: dict[Any, Call] = generation.table({})
 def _keep(key: Any, call: Call) -> Call:
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
-    _calls[key] = call
+    # A new call is kept by what describes it, and at once by its tensors.
     recent = call.first.recent
-    recent.append(key)
+    if recent and _calls.get(recent[-1][0]) is call:
+        recent[-1].append(key)
+    else:
+        recent.append([key])
+    _calls[key] = call
     if len(recent) > MAX_ROWS:
-        _calls.pop(recent.popleft(), None)
+        for each in recent.popleft():
+            _calls.pop(each, None)
     return call
 
 

@@ -160,8 +160,25 @@ def local(parameter: Any, ndim: int) -> Tensor:
             if is_in_torch_dispatch_mode():
                 # Operators keep the local tensor. Register it before views exist, which may not count its changes.
                 keep(local_of(parameter))
-        tensor = parameter.to_local()
+            tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
+        else:
+            tensor = parameter.to_local()
     return tensor if tensor.ndim <= ndim else tensor.flatten(0, tensor.ndim - ndim)
+
+
+class _Local(torch.autograd.Function):
+    # to_local() of torch 2.11 gives a gradient the strides of even shards, and torch then gathers it where it is kept.
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.parameter = parameter
+        own = local_of(parameter)
+        return own.view_as(own)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else as_gradient(grad, ctx.parameter)
 
 
 @torch.no_grad()

@@ -233,8 +233,12 @@ def _unreachable(op: str, detail: str) -> Path:
 
 
 def _unmeasured(op: str, dtype: str) -> str:
-    tune = f"`fusedtp tune --dtype {dtype}`"
-    return f"there is no valid measurement of this machine for {op} in {dtype} ({tune} makes one)"
+    tune = f"`fusedtp tune --dtype {dtype}` makes one" if dtype in TUNED else "`fusedtp tune` makes none in this dtype"
+    return f"there is no valid measurement of this machine for {op} in {dtype} ({tune})"
+
+
+# The dtypes of the cases of `fusedtp tune`.
+TUNED = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz", "mxfp8")
 
 
 def _decide(

@@ -34,7 +34,8 @@ def _split_first(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
 
 
 def _whole(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:
-    return x.redistribute(placements=[Replicate()]).to_local() if isinstance(x, DTensor) else x
+    # Experts view it as a matrix; torch 2.11 gathers along dim 1 into other strides.
+    return x.redistribute(placements=[Replicate()]).to_local().contiguous() if isinstance(x, DTensor) else x
 
 
 def _own_whole(tokens: Tokens, mesh: DeviceMesh, x: Any) -> Tensor:

@@ -1,10 +1,11 @@
 """Library matmuls by chunk over symmetric memory. On a GPU the next chunk is in flight while one is multiplied.
 
-On a CPU nothing travels: a rank publishes its part in its own arena and the peers multiply it in place, or it
-multiplies straight into its own arena, from which the owners add. Peers copy parts of few rows, and multiply all of
-them at once. On a GPU the copy engine pushes parts into the peers'
-arenas on a side stream; terms of a sum are multiplied locally and pushed likewise. On both, each part has a signal, and
-ranks wait part by part in the order rank, rank + 1, ..
+On a CPU nothing travels: a rank publishes its part in its own arena, and the peers multiply it in place; they copy
+parts of few rows, and multiply all of them at once. Terms of a sum are multiplied straight into the owner's arena; few
+rows, and terms of which every rank needs the sum, into the own one, from which the owners add.
+
+On a GPU the copy engine pushes parts into the peers' arenas on a side stream; terms of a sum are multiplied locally and
+pushed likewise. On both, each part has a signal, and ranks wait part by part in the order rank, rank + 1, ..
 
 Use it always on a CPU; on a GPU, for large chunks (a few MB) and if library matmuls are better than ours.
 """
@@ -273,7 +274,8 @@ class DecomposedScatter(Laid):
             place = self._view(steps.epoch, dst, ws.rank, self._sizes[dst])
             if ws.reads_peers or dst == ws.rank:
                 _multiply_into(theirs, place, dst)
-                steps.signal(dst, self._slot)
+                if dst != ws.rank:
+                    steps.signal(dst, self._slot)
             else:
                 total = summed(theirs)
                 with travelling(ws):

@@ -12,6 +12,7 @@ as by torch: NaN in one may reach the result's previous row.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -122,8 +123,8 @@ class LocalGather(Gather):
         return of.x.clone(memory_format=torch.contiguous_format) if out is None else out
 
 
-class LocalScatter:
-    """`verbs.Scatter` for one rank."""
+class LocalScatter(threading.local):
+    """`verbs.Scatter` for one rank, whose ops no lock keeps apart: each thread has its own terms."""
 
     def __init__(self, leaves: int) -> None:
         self._leaves = leaves
