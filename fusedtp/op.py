@@ -10,9 +10,9 @@ gathered operand, stacked; S is the sum over ranks.
     reduce_scatter          a                     the own rows of S
     all_reduce              a                     S
 
-Operands have these names; optional operands may be missing. With several weights, operands are numbered: b, b1, b2.
-all_gather and reduce_scatter take `out`, contiguous, for their result; that of a gather has the own rows already.
-They need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b.
+Operands have these names; optional operands may be missing. With several weights, operands are numbered: b, b1, b2;
+they need not be adjacent in memory. A gather has a result X @ b + bias for each b, bias. A sum adds a @ b of all a, b.
+A caller may give tensors for results: `out`, `out1`, .., with any strides.
 
 A task may have `further` products with X, of operands with any other names: all of them take one gather. A
 matmul_reduce_scatter gathers no operand of its own, so it may gather one for them (`gathers`), during a @ b.

@@ -127,7 +127,6 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("planner: half the FLOPs", "sharding/routes.py", "return 2 * prod(", "return prod(", "test_plan.py test_explain.py"),
     ("planner: the operand whose gather is fused moves first", "sharding/routes.py", "operands = b + a if fused in a else a + b", "operands = a + b if fused in a else b + a", "test_plan.py test_plan_simulated.py"),
     ("planner: all steps on dy are shared", "sharding/plan.py", "same.index(False) if False in same else len(same)", "len(same)", "test_plan.py test_sharded.py"),
-    ("planner: w is saved for dw", "sharding/plan.py", "(\"x\",) * dw + (\"w\",) * dx", "(\"x\",) * dx + (\"w\",) * dw", "test_plan.py test_explain.py"),
     ("shards: one row too many", "shards.py", "base + 1 if rank < extra", "base + 1 if rank <= extra", "test_shards.py"),
     ("shards: torch.chunk's last pieces", "shards.py", "max(0, min(piece, length - rank * piece))", "min(piece, length - rank * piece)", "test_shards.py test_parallel.py"),
     ("program: a slice of the ranks behind", "calls/program.py", "x.dims.index(step.dim), sum(sizes[:place])", "x.dims.index(step.dim), sum(sizes[place + 1 :])", "test_sharded.py"),

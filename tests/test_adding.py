@@ -23,7 +23,7 @@ import fusedtp.kernels
 from fusedtp import cost, float8, memory, schedules
 from fusedtp.bench import cases, theme
 from fusedtp.bench.ranks import RankPool
-from fusedtp.cost.overlap import FEW_ROWS
+from fusedtp.cost.overlap import AT_ONCE_ROWS
 from fusedtp.epilogue import Epilogue
 from fusedtp.op import OPS
 from fusedtp.workspaces import registry
@@ -146,7 +146,7 @@ def _cases(*kinds: str, **options: Any) -> list[Case]:
     """Return calls with few and many rows; a gather also with several weights."""
     return [
         Case(kind, torch.float32, (rows,), **{"widths": (40,) * num, "biased": (False,) * num, **options})
-        for kind in kinds for rows, num in ((9, 3 if kind == "gather" else 1), (2 * (FEW_ROWS + 40) + 3, 1))
+        for kind in kinds for rows, num in ((9, 3 if kind == "gather" else 1), (2 * (AT_ONCE_ROWS + 40) + 3, 1))
     ]  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def test_tiles_are_those_of_the_kernels() -> None:
     known = [half, *((each.block_m, each.block_n) for each in (low, narrow, wide))]
     assert [tile[:2] for tile in overlap.KERNEL_TILES] == known
     assert overlap.KERNEL_TILES[2][2] == configs.NARROW_RATE * overlap.KERNEL_TILES[3][2]
-    assert (low.block_m, overlap.FEW_ROWS) == (configs.FEW_ROWS, decomposed.FEW_ROWS)
+    assert (low.block_m, overlap.AT_ONCE_ROWS) == (configs.FEW_ROWS, decomposed.AT_ONCE_ROWS)
     # The wide tile would leave half of the SMs of an H100 idle.
     assert configs.shape_class(512, 4096, programs=132) == "few columns"
     assert configs.shape_class(8192, 8192, programs=132) == "many"
@@ -180,13 +180,13 @@ def test_recursion_by_hand() -> None:
 
 def test_decomposed_multiplies_short_chunks_when_all_are_there() -> None:
     machine = plain(matrix_tflops={"float32": 1000, "bfloat16": 1000})
-    sizes: dict[str, Any] = {"M": 4 * overlap.FEW_ROWS, "N": 4096, "K": 4 * overlap.FEW_ROWS, "world_size": 4}
+    sizes: dict[str, Any] = {"M": 4 * overlap.AT_ONCE_ROWS, "N": 4096, "K": 4 * overlap.AT_ONCE_ROWS, "world_size": 4}
     for changes, gathers_first in (
         ({}, False),
-        ({"M": 4 * overlap.FEW_ROWS - 4}, True),
+        ({"M": 4 * overlap.AT_ONCE_ROWS - 4}, True),
         ({"gather_dim": 1}, False),
         ({"gather_dim": 1, "M": 64}, False),
-        ({"gather_dim": 1, "K": 4 * overlap.FEW_ROWS - 4}, True),
+        ({"gather_dim": 1, "K": 4 * overlap.AT_ONCE_ROWS - 4}, True),
         ({"gather_dim": 1, "dtype": "bfloat16"}, True),
     ):
         found = cost.predict("all_gather_matmul", hardware=machine, **({"dtype": "float32"} | sizes | changes))

@@ -154,7 +154,7 @@ def test_sums_are_literally_in_rank_order(pool: RankPool, schedule: str, dtype: 
 
 def by_chunk(group: ProcessGroup, check: Callable[..., Any], *arguments: Any) -> Any:
     """Run `check` with chunks multiplied one by one, even if rows are few."""
-    with mock.patch.object(decomposed, "FEW_ROWS", 0):
+    with mock.patch.object(decomposed, "AT_ONCE_ROWS", 0):
         return check(group, *arguments)
 
 

@@ -177,7 +177,7 @@ def running_as(group: ProcessGroup, flavour: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(transport, "way_of", _small_enough))
         elif flavour != "plain":
             # Few rows would be multiplied at once.
-            stack.enter_context(mock.patch.object(decomposed, "FEW_ROWS", 0))
+            stack.enter_context(mock.patch.object(decomposed, "AT_ONCE_ROWS", 0))
         if flavour.startswith("pushed"):
             ws = registry.get(group, CPU)
             stack.enter_context(mock.patch.object(ws, "reads_peers", False))

@@ -128,7 +128,7 @@ PINNED = {
 
 def checked(group: ProcessGroup, schedule: str, all_of: Sequence[Case], by_chunk: bool) -> None:
     """Check all cases; with `by_chunk`, few rows are multiplied as they arrive, like many rows."""
-    with mock.patch.object(decomposed, "FEW_ROWS", 0 if by_chunk else decomposed.FEW_ROWS):
+    with mock.patch.object(decomposed, "AT_ONCE_ROWS", 0 if by_chunk else decomposed.AT_ONCE_ROWS):
         if by_chunk:
             # Prepared calls go with the memory.
             fusedtp.destroy(group)

@@ -126,10 +126,10 @@ def run(group: ProcessGroup, number: int, schedules: tuple[str, ...], views: boo
                 operands.dy = with_poison_beside(operands.dy)
             # The first run makes room, and fresh room is zeros. Few rows are multiplied at once, more rows by chunk.
             last = 3 if call.schedule == "decomposed" else 2
-            for few_rows in (decomposed.FEW_ROWS, decomposed.FEW_ROWS, 2)[views:last]:
+            for few_rows in (decomposed.AT_ONCE_ROWS, decomposed.AT_ONCE_ROWS, 2)[views:last]:
                 if not views:
                     poison(group)
-                with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+                with mock.patch.object(decomposed, "AT_ONCE_ROWS", few_rows):
                     # Prepared calls of other settings must not be reused.
                     generation.changed()
                     results = operands.run(group)

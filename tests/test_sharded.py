@@ -115,8 +115,8 @@ def run_cases(
     mesh = mesh_of(shape) if shape else mesh_of((), group)
     for case in cases:
         # Half of the specs run chunk by chunk, half with few rows at once.
-        few_rows = decomposed.FEW_ROWS * (sum(map(ord, case.spec)) % 2)
-        with mock.patch.object(decomposed, "FEW_ROWS", few_rows):
+        few_rows = decomposed.AT_ONCE_ROWS * (sum(map(ord, case.spec)) % 2)
+        with mock.patch.object(decomposed, "AT_ONCE_ROWS", few_rows):
             for schedule, dtype in schedules.items():
                 check_case(case, mesh, schedule, dtype)
 

@@ -1,6 +1,6 @@
 """Check the arguments of functions and layers, once, before anything is sent.
 
-Every rank raises the same error. A TypeError or ValueError names the argument and shows its value.
+Ranks with the same mistake raise the same error. A TypeError or ValueError names the argument and shows its value.
 `workspaces.agreement` finds arguments that differ between ranks.
 """
 
@@ -82,8 +82,8 @@ def of_subtrees(options: Options, world_size: int, dtype: torch.dtype) -> int:
     return leaves
 
 
-Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
 # A weight, or a tuple of several.
+Weights: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Kernels count rows and columns of all ranks together in int32.

@@ -1,6 +1,6 @@
 """Bound tasks: a task on one rank with its group, device and schedule, run any number of times.
 
-The first run chooses the schedule (`choose.dispatch`). A run takes the group's lock, begins and ends the op in the
+The first run chooses the schedule (`choose.dispatch`). A run takes the lane's lock, begins and ends the op in the
 workspace, and records its path.
 """
 
@@ -44,7 +44,7 @@ class BoundTask(Prepared):
     - `call`, `rows`: text of the call that the task is part of, and lengths of its dims, for `agreement`.
     - `choice`: fields of the tile of `fused`; by default those measured to be the fastest.
 
-    The first run chooses the path while it holds the group's lock: a group's first op makes the workspace, which waits
+    The first run chooses the path while it holds the lane's lock: a group's first op makes the workspace, which waits
     for peers, and no other op may come in between.
     """
 
@@ -168,7 +168,7 @@ class BoundTask(Prepared):
         return paths.profiled_as(paths.whole(path, task.shapes, task.multiplied_in, self.num_ranks))
 
     def _run(self, operands: Mapping[str, Any]) -> list[Tensor]:
-        # The caller holds the group's lock.
+        # The caller holds the lane's lock.
         if not self.is_prepared:
             self._prepare()
         elif self.on.task is not self.task:

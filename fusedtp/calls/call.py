@@ -268,7 +268,7 @@ class Call:
 
         With `fake`, the results are empty tensors of the same shapes, and nothing is sent.
         """
-        # Every call runs this: no Python function is called but that of the task.
+        # Every call runs this: few Python functions are called besides that of the task.
         key: tuple[Any, ...] = needs or (keeps, whole, *tensors)
         program = self._programs.get(key) or self._written(key)
         tensors, readies = {**tensors}, self._readies

@@ -4,7 +4,8 @@
     collective      all_gather, reduce_scatter or all_reduce of a matrix
     as_it_is        identity; backward: all_reduce
 
-Groups are passed by name. `functional` checks arguments; operators do not. Schedules are chosen when an operator runs.
+Groups are passed by name. `problems` and `collectives` check arguments; operators do not. Schedules are chosen when an
+operator runs.
 
 torch's custom_op does the same as `operator`. But the first call of such an operator imports the compiler, which takes
 a second in every process.

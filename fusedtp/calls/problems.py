@@ -56,7 +56,7 @@ class Settings(NamedTuple):
 
     @property
     def splits_rows(self) -> bool:
-        """Return whether each rank has its own rows of a layer's result."""
+        """Return whether a layer's result is split over the ranks; with a norm only its rows can be."""
         return "_X" in self.spec.split("->")[1]
 
     def to_handle(self) -> int:

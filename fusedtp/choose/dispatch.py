@@ -2,6 +2,7 @@
 
 A schedule that the caller names is used or refused. `auto` decides by the first of these that applies:
 
+- a tree order on several ranks: `fused`;
 - one rank, or on a GPU a dtype without kernels: `unfused`;
 - ranks that cannot reach each other's memory: `unfused`, with one warning;
 - a measurement of `fusedtp tune` on this machine: the fastest schedule at the nearest size, corrected to the op's size

@@ -82,7 +82,7 @@ JOINED_ROWS = 256
 JOINED_LOW_ROWS = 256
 # A matmul of fewer rows is bound by reading the weight, which every chunk would read again: `schedules.decomposed`
 # joins such chunks and multiplies once.
-FEW_ROWS = 256
+AT_ONCE_ROWS = 256
 
 # Tiles of our kernel: rows, columns, and the fraction of its best rate (`kernels.configs`). The first two are for few
 # rows. The first and the last are for 16-bit operands alone, whose best rate the last has. Assumed.
@@ -487,7 +487,7 @@ class Model:
         if is_float8(work.dtype):
             return False  # float8 parts are multiplied with their own scales
         length = work.depth if work.by_depth else work.rows
-        return length <= (FEW_ROWS - 1) * self.n or (work.by_depth and ITEMSIZE[work.dtype] < 4)
+        return length <= (AT_ONCE_ROWS - 1) * self.n or (work.by_depth and ITEMSIZE[work.dtype] < 4)
 
     def recursion(self, parts: Sequence[float], arrivals: Sequence[float]) -> float:
         """Return when the last part is multiplied; a part starts once its data is there and the previous part is done.

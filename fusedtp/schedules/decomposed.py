@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import trace
-from ..cost.overlap import FEW_ROWS, ONE_SHOT
+from ..cost.overlap import AT_ONCE_ROWS, ONE_SHOT
 from ..epilogue import Epilogue
 from ..kernels.layout import Layout, aligned
 from ..op import Task
@@ -116,7 +116,8 @@ class DecomposedGather(Laid, Gather):
         self._dtype, self._in_blocks = torch.uint8 if self._packs else on.dtype, on.in_blocks
         # Parts with fewer rows are multiplied at once.
         at_once = bool(what.kinds) and not self._packs
-        self._few: float = 0 if not at_once else math.inf if "outer" in what.kinds and on.is_narrow else FEW_ROWS
+        narrow = "outer" in what.kinds and on.is_narrow
+        self._few: float = 0 if not at_once else math.inf if narrow else AT_ONCE_ROWS
         self.bind(what.sizes, what.other)
 
     def bind(self, sizes: tuple[int, ...], other: int) -> None:
@@ -238,7 +239,7 @@ class DecomposedScatter(Laid):
         self._part = slice(0, None) if self._to_all else slice(begins[ws.rank], begins[ws.rank + 1])
         self._row_bytes = other * self._dtype.itemsize
         self._stride = aligned(longest * self._row_bytes)
-        self._in_own = self._may_be_in_own and longest < FEW_ROWS
+        self._in_own = self._may_be_in_own and longest < AT_ONCE_ROWS
         num_bytes = begins[-1] * self._row_bytes if self._in_own else 0
         self._offset, self._slot = self._layout.take(max(num_bytes, ws.world_size * self._stride))
         # Each owner and its part of the sum, this rank last.

@@ -57,7 +57,7 @@ class Gather:
     - `shape`, `begins`: of X, and each rank's first row. Columns (dim 1) are rows of X.
     - `dim`: 1 if parts are columns.
     - `by_parts`: whether the library multiplies parts as they arrive; otherwise X.
-    - `lends`: whether `read` returns memory that is not the caller's.
+    - `lends`: whether `read` returns memory that a result must not keep: an arena's, or the operand itself.
     """
 
     shape: tuple[int, int]
@@ -110,7 +110,7 @@ Multiply: TypeAlias = "Callable[[Pending | Matrix, Sequence[Product], int], list
 
 
 class Scatter(Protocol):
-    """Reduce-scatter, or with `to_all` all-to-all of terms, of one task. own: the input, if there is no matmul."""
+    """Reduce-scatter, or with `to_all` all-to-all of terms, of one task."""
 
     def bind(self, sizes: tuple[int, ...], other: int) -> None:
         """Sum other rows from now on, like `Gather.bind`."""
@@ -127,6 +127,7 @@ class Scatter(Protocol):
     ) -> list[Tensor]:  # fmt: skip
         """Return this rank's part of the sum with the epilogue, and its norm if asked for.
 
+        - `own`: the input that was `put`, None after a matmul.
         - `last`: no stage follows.
         - `out`: the tensor for the sum; by default a new one.
         """

@@ -207,10 +207,6 @@ class Plan:
         backward = _plain_steps(self.dx, "w") + _plain_steps(self.dw, "x")
         return tuple(step for step in backward if step.kind == "all_gather" and step in forward)
 
-    def saved(self, *, dx: bool = True, dw: bool = True) -> tuple[str, ...]:
-        """Return the operands whose local shards backward needs for the gradients that are wanted."""
-        return ("x",) * dw + ("w",) * dx
-
 
 def plan(
     spec: str | Spec,

@@ -5,6 +5,7 @@
 - a group's symmetric memory is made or given back;
 - a group that calls were prepared for is gone;
 - measurements change the hardware model of a group;
+- `fusedtp.require` is called;
 - the process is forked.
 
 Cached calls of an older version are prepared again. Their tables are emptied, because they hold memory that was given

@@ -84,7 +84,6 @@ class Workspace(Failing):
         # Programs of this rank count by them, and kernels leave them at zero. Made before any op, as an op that is
         # captured would zero its own at every replay.
         self.counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
-        # On a CPU an op has ended when its call returns.
         self.meanings = Fingerprints()
         self.made = False
         self._op, self._progress = "", _NO_OP
@@ -331,6 +330,7 @@ class Workspace(Failing):
             words[_BUDGET_MS] = self._budget_ms
             self._host_epoch, self._host_epoch_is_exact = epoch, True
             return
+        # A GPU may report an op after the host has begun the next one.
         self.meanings.keep()
         check_device(self.data)
         if capturing := self._capturing():

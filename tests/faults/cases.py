@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 import fusedtp
 from fusedtp import locks
-from fusedtp.cost.overlap import FEW_ROWS
+from fusedtp.cost.overlap import AT_ONCE_ROWS
 from fusedtp.schedules import NAMES
 
 from .. import direct
@@ -160,7 +160,7 @@ def _cases() -> list[Case]:
             ]
         cases += [Case(name, op, schedule, run, options) for name, op, run, options in forms]
     # Enough rows that chunks are multiplied separately, as they arrive.
-    rows = FEW_ROWS
+    rows = AT_ONCE_ROWS
     return [
         *cases,
         Case("gather rows, by chunk", "all_gather_matmul", "decomposed", _gather_linear, {}, rows),

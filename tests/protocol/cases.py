@@ -79,7 +79,7 @@ def _host(
         operands = _operands(op, ws.rank, sizes, dim, second)
         lengths = () if "all_reduce" in op else sizes
         task = direct.task_of(op, *operands, sizes=lengths, dim=dim, algorithm=algorithm)
-        with mock.patch.object(decomposed, "FEW_ROWS", 256 if few_rows else 0):
+        with mock.patch.object(decomposed, "AT_ONCE_ROWS", 256 if few_rows else 0):
             prepared = Prepared("decomposed", task, ws=ws)
         with running(ws, op):
             ws.require(prepared.half_bytes, prepared.slots)
