@@ -22,8 +22,8 @@ _side_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
 def way(ws: Workspace, schedule: str, task: Task) -> str:
     """Return the way of an all-reduce (`cost.overlap.way_of`): the caller's, or the fastest by the cost model.
 
-    With order "any", NVLink's switch may replace two-shot. The choice depends only on values that all ranks share, so all
-    decide alike. The sum of several products is never one-shot by choice: stored to all ranks, it would take more
+    With order "any", NVLink's switch may replace two-shot. The choice depends only on values that all ranks share, so
+    all decide alike. The sum of several products is never one-shot by choice: stored to all ranks, it would take more
     registers than there are.
     """
     switch = schedule == "fused" and task.any_order and ws.has_multicast
