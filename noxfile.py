@@ -69,8 +69,9 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def tests_oldest(session: nox.Session) -> None:
-    """The same with the oldest Triton and the oldest transformers that are supported."""
-    install(session, triton=OLDEST, transformers=OLDEST_TRANSFORMERS)
+    """The same with the oldest torch, its Triton, and the oldest transformers that are supported: 5 GB of CUDA."""
+    torch, triton = next(iter(CUDA_BUILDS.items()))
+    install(session, torch=torch, triton=triton, transformers=OLDEST_TRANSFORMERS)
     session.run("pytest", *TESTS, *session.posargs, env=ONE_THREAD)
 
 
