@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Mapping, Set
 from itertools import accumulate
 from numbers import Real
+from typing import Any
 
 
 def even_sizes(length: int, world_size: int) -> tuple[int, ...]:
@@ -64,8 +65,10 @@ def check_sizes(
     checked: list[int] = []
     for peer, size in enumerate(given):
         try:
-            # operator.index refuses 2.0 and "2"; a bool would pass as 0 or 1 and is never meant.
-            checked.append(operator.index(size if not isinstance(size, bool) else None))  # type: ignore[arg-type]
+            # operator.index refuses 2.0 and "2"; a bool would pass as 0 or 1 and is never meant. A length in a graph is
+            # an int, which operator.index would make a constant.
+            one: Any = size if not isinstance(size, bool) else None
+            checked.append(one if type(one) is int else operator.index(one))
         except TypeError:
             raise ValueError(f"{name}[{peer}] must be an int, got {size!r} in {given}") from None
         if checked[-1] < 0:

@@ -286,9 +286,9 @@ class TrackedModule(nn.Module):
 
     def keep_layout(self) -> None:
         """Record each parameter's layout; `check_parameters` raises if it changes."""
-        own = self._parameters.items()
-        self._lies = {name: ParameterLayout.of(each) for name, each in own if hasattr(each, "_local_tensor")}
-        self._known = dict.fromkeys(self._lies)
+        own: dict[str, Any] = {name: each for name, each in self._parameters.items() if hasattr(each, "_local_tensor")}
+        self._lies = {name: ParameterLayout.of(each) for name, each in own.items()}
+        self._known = {name: each._spec for name, each in own.items()}
         watch_all(self)
 
     def read(self, *names: str) -> list[Any]:
@@ -300,7 +300,10 @@ class TrackedModule(nn.Module):
         for name in names:
             each, known = getattr(self, name), self._known.get(name)
             if (known is None or getattr(each, "_spec", None) is not known) and name in self._lies:
-                self._known[name] = self._lies[name].check(name, each)
+                found = self._lies[name].check(name, each)
+                # A graph that changed what it is guarded by would be compiled again at its second call.
+                if not torch.compiler.is_compiling():
+                    self._known[name] = found
             values.append(each)
         return values
 
