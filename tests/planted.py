@@ -132,6 +132,10 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("program: a slice of the ranks behind", "calls/program.py", "x.dims.index(step.dim), sum(sizes[:place])", "x.dims.index(step.dim), sum(sizes[place + 1 :])", "test_sharded.py"),
     ("program: a bias's gradient of the own rows alone", "calls/program.py", "        for _, axis in split:\n                db = self.plain", "        for _, axis in ():\n                db = self.plain", "test_options.py"),
     ("program: the gradient of w is kept of the first weight", "calls/program.py", "dws = dict(zip(wanted, of_w, strict=True))", "dws = dict(zip(wanted, [of_w[0]] * len(of_w), strict=True))", "test_options.py"),
+    ("program: a joined gradient is not transposed", "calls/program.py", "transposed=then.transposed", "transposed=False", "test_options.py"),
+    ("program: joined gradients share a shape", "calls/program.py", "[(i + len(one.made), shape) for", "[(i, shape) for", "test_options.py"),
+    ("program: rows travel with scales of their columns", "calls/program.py", "if name == by_rows:", "if False:", "test_float8_layers.py"),
+    ("planner: gradients without a shared dim are joined", "sharding/plan.py", "other.kind == \"all_gather\" and other.dim in second.contraction:", "other.kind == \"all_gather\":", "test_sharded.py"),
     # Functions.
     ("problems: every rank has the first one's rows", "calls/problems.py", "shape[dim] = sizes[group.rank()]", "shape[dim] = sizes[0]", "test_options.py -k test_pinned[unfused-2]"),
     ("functions: sizes are lost", "functional.py", "Options(schedule, \"auto\", producer, float8, order), (gather_dim, sizes)", "Options(schedule, \"auto\", producer, float8, order), (gather_dim, None)", "test_options.py -k test_pinned[unfused-2]"),

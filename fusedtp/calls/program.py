@@ -90,7 +90,9 @@ class MatrixView:
 
     @classmethod
     def of(cls, x: Named, rows: tuple[str, ...], cols: tuple[str, ...]) -> MatrixView:
-        """Return x as the matrix [rows, cols]. Each of the two is a list of dims."""
+        """Return x as the matrix [rows, cols], each a list of dims. If it is a copy, x's last dim is innermost."""
+        if cols and x.dims[-1] in rows:
+            return cls.of(x, cols, rows).t()
         return cls(x.name, x.order((*rows, *cols)), (len(rows), len(cols)), (x.numel(rows), x.numel(cols)))
 
     def t(self) -> MatrixView:
@@ -258,6 +260,30 @@ class ProgramStep:
 def _shapes(tensors: Sequence[Named]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     # `ProgramStep.shapes` of results that come as matrices.
     return tuple([(i, each.lengths) for i, each in enumerate(tensors) if len(each.dims) != 2])
+
+
+def joined(one: ProgramStep, other: ProgramStep) -> ProgramStep:
+    """Return one step for two tasks, the other of which gathers along its contraction.
+
+    It gathers what the one gathers, or during the one's sum. Its products are `further` ones of the one's task, which
+    take the gathered matrix by its rows.
+    """
+    task, then = one.task, other.task
+    assert task is not None
+    assert then is not None
+    assert (one.axis, one.split, task.dim, then.dim) == (other.axis, other.split, 0, 1)
+    gathered, *others = [each for each in other.operands.values() if isinstance(each, MatrixView)]
+    gathers = {"g": gathered.t()} if task.op.kind == "scatter" else {}
+    more = gathers | dict(zip(then.each("c"), others, strict=True))
+    task = replace(
+        task, shapes={**task.shapes} | {name: each.size for name, each in more.items()}, gathers="".join(gathers),
+        further=tuple([Product("outer", c, transposed=then.transposed) for c in then.each("c")]),
+    )  # fmt: skip
+    shapes = one.shapes + tuple([(i + len(one.made), shape) for i, shape in other.shapes])
+    return ProgramStep(
+        one.reads + other.reads, one.made + other.made, task=task, axis=one.axis, operands={**one.operands} | more,
+        split=one.split, shapes=shapes,
+    )  # fmt: skip
 
 
 class Program:
@@ -484,25 +510,38 @@ class Program:
         for step, sharding in before:
             now[step.tensor] = [self.plain(step, sharding, each) for each in now[step.tensor]]
             lies[step.tensor] = moved(sharding, step)
-        casts, float8 = self._recipe.get(plan.names[2], {}), self._float8
-        if casts:
-            uses = [(each, lies[name], casts[name], plan.contraction) for name in now for each in now[name]]
-            made = iter(self._cast(uses))
-            now = {name: [next(made) for _ in blocks] for name, blocks in now.items()}
-            float8 = tuple(casts[name].dtype for name in plan.names[:2])
+        casted = iter(self._cast(self._uses(plan, [*now.values()], [*lies.values()])))
+        lefts, rights = ([next(casted) for _ in blocks] for blocks in now.values())
         assert (epilogue.residual is None and not epilogue.norm) or (fused is not None and not after)
         assert not epilogue.activation or not after
-        lefts, rights = now.values()
-        outs = self._product(plan, lefts, rights, fused, epilogue, wanted or plan.c.names, float8)
+        outs = self._product(plan, lefts, rights, fused, epilogue, wanted or plan.c.names)
         for step, sharding in after:
             outs = [self.plain(step, sharding, out) for out in outs]
         return outs
 
+    def _uses(
+        self, plan: MatmulPlan, operands: Sequence[Blocks], lies: Sequence[notation.Tensor] = (), by_rows: str = ""
+    ) -> list[CastRequest]:  # fmt: skip
+        """Return the casts of a matmul's operands, with scales along dims that are not contracted.
+
+        - `lies`: their shardings, if not those of the plan.
+        - `by_rows`: the operand that travels with scales of its rows, though gathered along the contraction.
+        """
+        casts, uses = self._recipe.get(plan.names[2], {}), list[CastRequest]()
+        for name, sharding, blocks in zip(plan.names, lies or (plan.a, plan.b), operands, strict=False):
+            contracted = plan.contraction
+            if name == by_rows:
+                contracted = tuple([dim for dim in sharding.names if dim not in contracted])
+            uses += [(each, sharding, casts.get(name), contracted) for each in blocks]
+        return uses
+
     def _product(
         self, plan: MatmulPlan, lefts: Blocks, rights: Blocks, fused: tuple[Step, notation.Tensor] | None,
-        epilogue: Epilogue, wanted: tuple[str, ...], float8: tuple[torch.dtype, ...],
+        epilogue: Epilogue, wanted: tuple[str, ...],
     ) -> Blocks:  # fmt: skip
         """Add the matmul, as a task if a collective is fused with it."""
+        casts = self._recipe.get(plan.names[2])
+        float8 = tuple([casts[name].dtype for name in plan.names[:2]]) if casts else self._float8
         step = fused[0] if fused is not None else None
         # A task gathers its first operand. If the plan gathers the second, the operands are exchanged.
         exchanged = step is not None and step.tensor == plan.names[1]
@@ -520,6 +559,7 @@ class Program:
         if sides.transposed and (fusion is None or fusion.op is not ALL_GATHER_MATMUL):
             # Without a gather the transposed product is the same task, which scatters the other dim.
             pairs = [(right.t(), left.t()) for left, right in pairs]
+            float8 = float8[::-1]
         changed = {} if fusion is None else fusion.changed
         products = [sides.result(right, changed) for right in (rights[:1] if is_sum else rights)]
         if fusion is None:
@@ -590,11 +630,7 @@ class Program:
         return self.add(run, reads, *made, of_matrices=True)
 
     def gradients(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, needs: Sequence[bool]) -> list[Named | None]:
-        """Add the steps for dx, then dw and db of each block; None for gradients that are not needed.
-
-        One task computes dx and dw if one gather serves both (`Plan.together`), or if one of them is scattered while
-        the other's operand is gathered (`Plan.side_by_side`).
-        """
+        """Add the steps for dx, then dw and db of each block; None for gradients that are not needed."""
         needs_x, needs_w, needs_bias = needs[0], needs[1::2], needs[2::2]
         pairs = zip(dy, needs_bias, strict=True)
         dbs = [self._bias_gradient(plans, each) if needed else None for each, needed in pairs]
@@ -602,9 +638,10 @@ class Program:
         dx: Named | None = None
         of_w: Blocks = ()
         # No pair if the recipe casts operands of one gradient only: the gathered operand would travel in two dtypes.
-        together = not self._recipe or len({bool(self._recipe.get(name)) for name in ("dx", "dw")}) == 1
-        if needs_x and wanted and together and (plans.together or plans.side_by_side):
-            dx, *of_w = self._pair(plans, dy, x, w, wanted)
+        casts_alike = bool(self._recipe.get("dx")) == bool(self._recipe.get("dw"))
+        if needs_x and wanted and casts_alike and plans.pair:
+            made = self._pair(plans.pair, {"dx": (dy, w), "dw": ([x], [dy[i] for i in wanted])})
+            (dx,), of_w = made["dx"], made["dw"]
         else:
             done: tuple[Step, ...] = ()
             if needs_x and wanted and plans.shared:
@@ -620,59 +657,18 @@ class Program:
         dws = dict(zip(wanted, of_w, strict=True))
         return [dx, *(each for i, db in enumerate(dbs) for each in (dws.get(i), db))]
 
-    def _pair(self, plans: Plan, dy: Blocks, x: Named, w: Blocks, wanted: Sequence[int]) -> Blocks:
-        # One task for dx and the wanted dw. It gathers one operand for both, or gathers one and scatters one result:
-        #   along rows:  dx = a @ b is scattered (a = dy, b = w); dw = left @ X (left = dy.T, X = gathered x)
-        #   along N:     dw = a @ b is scattered (a = dy.T, b = x); dx = left @ W (left = dy, W = gathered w)
-        spec, n, k = plans.spec, (plans.spec.n,), (plans.spec.k,)
-        lies = {"x": spec.a, "w": spec.b}
-        placed = plans.together or plans.side_by_side
-        assert placed is not None
-        step, before = placed
-        split = self.split(step, before)
-        rows = outermost(tuple(name for name in dy[0].dims if name != spec.n), step.dim)
-        on_columns = step.dim == spec.n
-        split = split if on_columns else split.along(dy[0], rows)
-        # The dims contracted in the first product and in the second. An operand gathered for the second product only
-        # travels with scales of its rows.
-        inner, outer = (rows, n) if on_columns else (n, rows)
-        made, then, of_one, of_other = ("dw", "dx", "x", "w") if on_columns else ("dx", "dw", "w", "x")
-        casts = self._recipe.get(made, {}), self._recipe.get(then, {})
-        uses: list[CastRequest] = []
-        for one_dy, one_w in zip(dy, w, strict=True):
-            named = {"x": x, "w": one_w}
-            uses += [
-                (one_dy, spec.c, casts[0].get("dy"), inner), (named[of_one], lies[of_one], casts[0].get(of_one), inner),
-                (one_dy, spec.c, None if plans.together else casts[1].get("dy"), outer),
-                (named[of_other], lies[of_other], casts[1].get(of_other), outer if plans.together else k),
-            ]  # fmt: skip
-        taken = self._cast(uses)
-        blocks = [
-            (MatrixView.of(first, outer, inner), MatrixView.of(one, inner, k), MatrixView.of(second, inner, outer),
-             MatrixView.of(other, outer, k))
-            for first, one, second, other in zip(*(taken[i::4] for i in range(4)), strict=True)
-        ]  # fmt: skip
-        first, one, _, other = blocks[0]
-        if plans.together:
-            op, operands = ALL_GATHER_MATMUL, {"a": first, "b": one, "c": other}
-            further, gathers = [Product("outer", "c")], ""
-        else:
-            op, operands, gathers = MATMUL_REDUCE_SCATTER, {"g": other}, "g"
-            further = []
-            for i, (first, one, second, _) in enumerate(blocks):
-                operands |= {f"a{i or ''}": first, f"b{i or ''}": one}
-                if i in wanted:
-                    operands[f"c{i or ''}"] = second.t()
-                    further.append(Product("outer", f"c{i or ''}", transposed=True))
-        shapes = {name: each.size for name, each in operands.items()}
-        float8 = casts[0]["dy"].dtype if casts[0] else None
-        task = Task(
-            op, shapes, self.dtype, split.sizes(self.partition), float8=float8, leaves=self.leaves,
-            any_order=self._of_sums(op), further=tuple(further), gathers=gathers,
-        )  # fmt: skip
-        dx = (*rows, spec.k), [*(x.length(name) for name in rows), x.length(spec.k)]
-        dws = [((spec.n, spec.k), [w[i].length(spec.n), w[i].length(spec.k)]) for i in wanted]
-        if not on_columns:
-            return self.task(task, step.axis, operands, dx, *dws, split=split)
-        dw, of_x = self.task(task, step.axis, operands, *dws, dx, split=split)
-        return of_x, dw
+    def _pair(
+        self, pair: tuple[MatmulPlan, MatmulPlan], operands: Mapping[str, tuple[Blocks, Blocks]]
+    ) -> dict[str, Blocks]:  # fmt: skip
+        """Add one task for dx and dw, see `Plan.pair`. `operands`: of each by name, as it returns them."""
+        first, second = pair
+        uses = self._uses(first, operands[first.names[2]])
+        uses += self._uses(second, operands[second.names[2]], by_rows=second.steps[0].tensor)
+        casted, made = iter(self._cast(uses)), dict[str, Blocks]()
+        for plan in pair:
+            lefts, rights = ([next(casted) for _ in blocks] for blocks in operands[plan.names[2]])
+            # N of dw can be scattered as rows only.
+            wanted = plan.c.names[::-1] if plan.names[2] == "dw" else plan.c.names
+            made[plan.names[2]] = self._product(plan, lefts, rights, plan.stages()[1], NO_EPILOGUE, wanted)
+        self.steps[-2:] = [joined(*self.steps[-2:])]
+        return made

@@ -173,32 +173,21 @@ class Plan:
         return steps[: same.index(False) if False in same else len(same)]
 
     @cached_property
-    def _alone(self) -> tuple[Placed, ...]:
-        # The collectives that are fused in dx and in dw, if neither has any other step.
-        placed = [each.stages()[1] for each in (self.dx, self.dw) if len(each.steps) == 2]
-        found = tuple(each for each in placed if each is not None)
-        return found if len(found) == 2 else ()
+    def pair(self) -> tuple[MatmulPlan, MatmulPlan] | None:
+        """Return dx and dw if one task makes both, first the one whose gather or scatter splits its result; else None.
 
-    @cached_property
-    def together(self) -> Placed | None:
-        """Return the gather of dy that is the only communication of dx and of dw, fused in both; None if none is."""
-        steps = {step for step, _ in self._alone}
-        return self._alone[0] if len(steps) == 1 else None
-
-    @cached_property
-    def side_by_side(self) -> Placed | None:
-        """Return one gradient's reduce-scatter if it and the other's gather, along one dim, are all the communication.
-
-        That holds for a column-parallel layer with split rows (dx scattered, x gathered for dw) and for a fully sharded
-        weight (dw scattered, w gathered for dx). The gather can travel while the matmul to scatter runs.
+        The other gathers along its contraction: the same dy, or x or w while the first's terms are multiplied. That is
+        x of a column-parallel layer with split rows (dx is scattered), or a fully sharded w (dw is scattered). Neither
+        has any other step.
         """
-        placed = {each[0].kind: each for each in self._alone}
-        scatter, gather = placed.get("reduce_scatter"), placed.get("all_gather")
-        if scatter is None or gather is None or gather[0].tensor == "dy":
-            return None
-        # Along K the dim would be one gradient's columns and the other's rows: no such layer is in use.
-        same = (scatter[0].axis, scatter[0].dim) == (gather[0].axis, gather[0].dim)
-        return scatter if same and scatter[0].dim != self.spec.k else None
+        for first, second in ((self.dx, self.dw), (self.dw, self.dx)):
+            one, other = first.fused, second.fused
+            if one is None or other is None or not len(first.steps) == len(second.steps) == 2:
+                return None
+            if other.kind == "all_gather" and other.dim in second.contraction:
+                scatter = replace(other, kind="reduce_scatter", tensor=one.tensor)
+                return (first, second) if one in (other, scatter) else None
+        return None
 
     @property
     def gathered_again(self) -> tuple[Step, ...]:
