@@ -68,7 +68,7 @@ def progress(console: Console, steps: Sequence[tuple[str, float]], kept: str) ->
             next_text = steps[min(number, len(steps) - 1)][0]
             bar.update(task, completed=past, total=past + rest, left=duration(rest), description=next_text)
             if not console.is_terminal:
-                console.print(f"{number}/{len(steps)}, {duration(past)}, {duration(rest)} left: {text}")
+                console.print(f"{number}/{len(steps)}, after {duration(past)}, about {duration(rest)} left: {text}")
 
         try:
             yield done

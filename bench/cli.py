@@ -233,7 +233,7 @@ def _run(
     except ValueError as error:
         raise typer.BadParameter(f"{'--shape: ' * bool(given.get('sizes'))}{error}") from error
     if not jobs:
-        raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes and world sizes")
+        raise typer.BadParameter("nothing to run: no size is left for these ops, dtypes, directions and world sizes")
     for text in providers.found().warnings:
         console.print(f"warning: {text}", style="yellow")
     if checked := dict.fromkeys(f"{job.case.M} x {job.case.N} x {job.case.K}" for job in jobs if not job.timed):

@@ -182,7 +182,7 @@ def _groups(frame: pd.DataFrame, columns: Sequence[str]) -> Iterator[tuple[str, 
 
 # The page's sections, in its order.
 SECTIONS = {
-    "short": "In short", "sizes": "From which size on each schedule is faster", "blocks": "A model's block",
+    "short": "In short", "sizes": "From which size on each schedule's median is shorter", "blocks": "A model's block",
     "tokens": "Speed-up against tokens", "fast": "How many cases are how much faster", "time": "Time against size",
     "speedup": "Speed-up over unfused", "parts": "Where the time goes", "busbw": "Collectives against their bytes",
     "timeline": "Timeline of one call", "times": "Times and rates", "refused": "Refused or not run",

@@ -199,7 +199,7 @@ def standings(frame: pd.DataFrame) -> CellTable:
         f"schedule's median is below that of {BASELINE} at every size."
     )
     cells = without_one_suite(found.reindex(columns=[*columns, "shorter median", "worst", "worst at"]))
-    return CellTable.of("standings", "From which size on each schedule is faster", cells, note)
+    return CellTable.of("standings", "From which size on each schedule's median is shorter", cells, note)
 
 
 def _about(first: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,11 +342,22 @@ def checked(frame: pd.DataFrame) -> CellTable:
     return CellTable.of("checked", title, lines, note, ("dtypes", "how"))
 
 
+def _without_stacks(gate: str) -> str:
+    # Of ranks that took too long. The stacks of each are pages long.
+    first, late, rest = gate.partition("gave no answer within ")
+    seconds = rest.partition("\n")[0]
+    return f"{first}{late}{seconds} (--patience); the rows' file has the stacks" if late else gate
+
+
 def refused(frame: pd.DataFrame) -> CellTable:
     """Return the rows that failed their check."""
     wrong = records(frame[frame["failed"]])
-    lines = [_about(row) | {name: row[name] for name in ("direction", "variant", "gate")} for row in wrong]
-    title = f"FAILED: {len(wrong)} of {len(frame)} results were wrong, or their calls failed; these have no time"
+    lines = [
+        _about(row) | {name: row[name] for name in ("direction", "variant")} | {"gate": _without_stacks(row["gate"])}
+        for row in wrong
+    ]
+    told = "results were wrong, or their calls failed or took too long"
+    title = f"FAILED: {len(wrong)} of {len(frame)} {told}; these have no time"
     return CellTable.of("refused", title, lines)
 
 
@@ -414,7 +425,8 @@ def _verdict(shown: pd.DataFrame, frame: pd.DataFrame) -> list[str]:
     for name, found in fast_p(distinct(frame)).items():
         if name != SEQUENTIAL and len(found) > 1:
             shares = [f"{sum(each >= p for each in found) / len(found):.0%} at p = {p:g}" for p in (1, 1.2, 1.5)]
-            lines.append(f"fast_p of {name}, right and p times as fast as the fastest other: {', '.join(shares)}.")
+            what = f"fast_p of {name}, right and with a median p times as fast as the fastest other's"
+            lines.append(f"{what}: {', '.join(shares)}.")
     return lines
 
 

@@ -180,9 +180,9 @@ def test_the_time_left_goes_by_the_steps_that_are_over(
             done()
     assert capsys.readouterr().out.splitlines() == [
         "3 steps, about 4 s; Ctrl-C ends it",
-        "1/3, 10 s, 3 s left: a",
-        "2/3, 12 s, 3 s left: b",
-        "3/3, 16 s, 0 s left: c",
+        "1/3, after 10 s, about 3 s left: a",
+        "2/3, after 12 s, about 3 s left: b",
+        "3/3, after 16 s, about 0 s left: c",
     ]
 
 

@@ -47,7 +47,8 @@ def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow
     assert on_two["hardware"].tolist() == ["8x H100 on each of 2 nodes"]
     assert fast_p(frame) == {"auto": pytest.approx([10 / 8, 10 / 5])}
     told = " ".join(tables.verdict(frame))
-    assert "fast_p of auto, right and p times as fast as the fastest other: 100% at p = 1, 100% at p = 1.2, 50%" in told
+    assert "fast_p of auto, right and with a median p times as fast as the fastest other's: " in told
+    assert "other's: 100% at p = 1, 100% at p = 1.2, 50%" in told
     wrong = replace(case_rows(make_row, 64, 8, 5.0)[-1], gate="wrong", median_ms=None, p20_ms=None, p80_ms=None)
     assert fast_p(frame_of([*case_rows(make_row, 64, 8, 5.0)[:-1], wrong])) == {"auto": [0.0]}
 

@@ -242,7 +242,7 @@ def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     assert list(shown) == ["2.00x", "1.25x", "~2.50x", "~0.91x"]
     gain, ends, share = tables.verdict(frame_of(found))
     # unfused is the fastest other implementation here: two of four cases are 1.5 times as fast, by medians.
-    assert share.endswith("fastest other: 75% at p = 1, 75% at p = 1.2, 50% at p = 1.5.")
+    assert share.endswith("fastest other's: 75% at p = 1, 75% at p = 1.2, 50% at p = 1.5.")
     assert gain.startswith("Gain: decomposed is faster than unfused in 2 of 4 cases, slower in 0")
     most = r"Largest speed-up beyond noise: 2\.00x \(.* at .*512 x 1024.*; smallest: "
     assert re.match(most + r"0\.91x \(.*, no difference\) at .*4096 x 1024", ends)

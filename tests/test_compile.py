@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, library
+from torch import Tensor, library, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,7 +27,7 @@ from fusedtp.calls import autograd
 from fusedtp.calls.problems import Settings
 from fusedtp.op import Options
 
-from .harness import few_kernels, spread
+from .harness import few_kernels, mesh_of, spread
 
 HIDDEN, INTERMEDIATE, LENGTH, BATCH = 8, 12, 6, 2
 
@@ -123,20 +124,28 @@ def test_a_rank_does_not_take_the_graph_that_another_has_compiled(pool: RankPool
     pool.run(compiled_in_turn, world_size=2, timeout=120)
 
 
-def compiled_for_any_length(group: ProcessGroup) -> int:
+def with_styles(group: ProcessGroup) -> nn.Module:
+    linears = nn.Sequential(nn.Linear(HIDDEN, 8), nn.GELU(), nn.Linear(8, HIDDEN))
+    plan = {"0": fusedtp.FusedColwiseParallel(input_layouts=Shard(0)),
+            "2": fusedtp.FusedRowwiseParallel(output_layouts=Shard(0))}  # fmt: skip
+    return parallelize_module(linears, mesh_of(group), plan)
+
+
+def compiled_for_any_length(group: ProcessGroup, of_styles: bool) -> int:
     torch._dynamo.reset()
-    layer, (seen, graphs) = model(group), seen_by("aot_eager")
+    layer, (seen, graphs) = with_styles(group) if of_styles else model(group), seen_by("aot_eager")
     call = torch.compile(layer, fullgraph=True, backend=seen)
-    for length in (6, 4, 10):
+    for length in (6, 6, 4, 10):
         x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
         equal(results(call, layer, x), results(layer, layer, x))
     torch._dynamo.reset()
     return len(graphs)
 
 
-def test_compiled_once_for_all_lengths(pool: RankPool) -> None:
-    """One graph serves the first length, a second graph all other lengths."""
-    assert pool.run(compiled_for_any_length, world_size=2) == [2, 2]
+@pytest.mark.parametrize("of_styles", [False, True])
+def test_compiled_once_for_all_lengths(pool: RankPool, of_styles: bool) -> None:
+    """One graph serves the first length, twice, and a second graph all other lengths."""
+    assert pool.run(compiled_for_any_length, of_styles, world_size=2) == [2, 2]
 
 
 TESTS = ("test_schema", "test_faketensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal as signal_of_posix
 import subprocess
 import sys
@@ -333,3 +334,37 @@ def suspended(group: ProcessGroup, schedule: str) -> bool:
 @pytest.mark.parametrize("schedule", ["decomposed", "fused"])
 def test_a_suspended_job_goes_on(pool: RankPool, schedule: str) -> None:
     assert pool.run(suspended, schedule, world_size=2) == [True, True]
+
+
+def of_a_part(group: ProcessGroup) -> list[str]:
+    """Make a call on rank 1 alone, and another one on both, in groups of ranks 2, 3 and 0, 1 of the job."""
+    pair = (2, 3) if group.rank() > 1 else (0, 1)
+    made = [dist.new_group([each, each + 1]) for each in (0, 2)][group.rank() // 2]
+    said, x = list[str](), torch.ones(2, 4)
+    fusedtp.set_timeout(0.3, made)
+    fusedtp.all_gather(x, group=made, schedule="decomposed")
+    dist.barrier()
+    if made.rank() == 0:
+        with pytest.raises(fusedtp.PeerTimeout) as late:
+            fusedtp.all_gather(x, group=made, schedule="decomposed")
+        assert (late.value.peer, late.value.global_peer) == (1, pair[1])
+        assert str(pickle.loads(pickle.dumps(late.value))) == str(late.value)
+        said.append(str(late.value))
+    dist.barrier()
+    fusedtp.destroy(made)
+    fusedtp.set_timeout(60, made)
+    with pytest.raises(fusedtp.RanksDisagree) as unlike:
+        fusedtp.all_gather(x.to(torch.bfloat16) if made.rank() else x, group=made, schedule="decomposed")
+    dist.barrier()
+    fusedtp.destroy(made)
+    dist.destroy_process_group(made)
+    return [*said, str(unlike.value)]
+
+
+def test_errors_name_global_ranks(pool: RankPool) -> None:
+    first, _, third, fourth = pool.run(of_a_part)
+    assert first[0].startswith("all_gather: rank 0 waited 0.3 s for rank 1, which")
+    assert third[0].startswith("all_gather: rank 0 (global rank 2) waited 0.3 s for rank 1 (global rank 3), which")
+    for text in (third[1], *fourth):
+        assert "ranks are numbered in the group of global ranks [2, 3]. Call fusedtp.destroy" in text
+    assert "global" not in "".join(first)

@@ -108,7 +108,10 @@ def check_tensor(name: str, value: object, x: Tensor | None = None, *, than: str
     assert isinstance(value, Tensor)
     dtype, device = value.dtype, value.device
     if dtype not in DTYPES:
-        hint = ": float8 takes scales, fusedtp.Scaled(data, scale)" if dtype in FLOAT8 else ""
+        scaled = (
+            ": float8 takes scales, fusedtp.Scaled(data, scale), in a matmul; a collective moves its bytes as bfloat16"
+        )
+        hint = scaled if dtype in FLOAT8 else ""
         raise ValueError(f"{name} must be one of {', '.join(map(str, DTYPES))}, got {dtype}{hint}")
     if x is None:
         if device.type not in DEVICES:

@@ -114,8 +114,8 @@ class Prediction:
 
     @property
     def speedup(self) -> float:
-        """Return the speed-up of the winner over `unfused`."""
-        return self.unfused_us / self.best_us
+        """Return the speed-up of the winner over `unfused`; 1 where nothing is done, as in a collective of one rank."""
+        return self.unfused_us / self.best_us if self.best_us else 1.0
 
     @property
     def bound_us(self) -> float:

@@ -15,13 +15,14 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import collectives, groups
 from ..calls.parameters import PLAIN
-from ..errors import PeerTimeout, RanksDisagree
+from ..errors import PeerTimeout, RanksDisagree, ranks_in
 from ..torch_private import is_in_torch_dispatch_mode, is_tracing, transforms_active
 from ..workspaces import agreement, timeouts
 
@@ -49,7 +50,7 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str, advice:
     if group.size() == 1 or groups.is_fake(group):
         return
     store, rank, seconds = timeouts.GroupStore(group), group.rank(), timeouts.of(group)
-    deadline = time.monotonic() + seconds
+    deadline, members = time.monotonic() + seconds, tuple(dist.get_process_group_ranks(group))
     # The store counts the calls, as it may outlive the group.
     call = store.add(f"fusedtp/{op}/calls/{rank}", 1)
     keys = [f"fusedtp/{op}/{call}/{peer}" for peer in range(group.size())]
@@ -67,13 +68,13 @@ def compare_given(group: ProcessGroup, mine: Mapping[str, str], op: str, advice:
         if not isinstance(error, RuntimeError):
             raise
         absent = f"it has not called {op}, or has given up; where it loads for longer, fusedtp.set_timeout allows"
-        raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more") from error
+        raise PeerTimeout(op, rank, len(everyone), seconds, f"{absent} more", members=members) from error
     if text := agreement.difference(op, everyone):
         # A rank may end with this error, and its store with it: let the others read first.
         store.set(f"{keys[rank]}/read", "")
         with suppress(RuntimeError):
             store.wait([f"{key}/read" for key in keys], timedelta(seconds=min(seconds, _READ_SECONDS)))
-        raise RanksDisagree(f"{text}{advice}", op, rank, tuple(everyone))
+        raise RanksDisagree(f"{text}{ranks_in(members)}{advice}", op, rank, tuple(everyone))
     # A peer that has written this record has read all of the previous one.
     store.delete_key(f"fusedtp/{op}/{call - 1}/{rank}")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import lanes
-from ..errors import PeerTimeout, RanksDisagree
+from ..errors import PeerTimeout, RanksDisagree, rank_in, ranks_in
 from ..kernels import signal
 from ..memory import Arena
 from ..op import OPS
@@ -53,6 +53,8 @@ class Failing:
 
     rank: int
     world_size: int
+    # The global ranks of the group's ranks, if known.
+    members: tuple[int, ...]
     lane: int
     device: torch.device
     seconds: float
@@ -70,8 +72,9 @@ class Failing:
         self._leave(2)
         # Only the text is kept: the exception would keep its frames alive, and they hold views of the arena.
         what = "an interruption" if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+        mine = rank_in(self.members, self.rank)
         self.failure = RuntimeError(
-            f"{op}: an exception left rank {self.rank} in the middle of the op, out of step with its peers"
+            f"{op}: an exception left {mine} in the middle of the op, out of step with its peers"
             f"{lanes.said(self.lane)}: call fusedtp.destroy for this group on every rank before its next op ({what})"
         )
 
@@ -82,8 +85,9 @@ class Failing:
             if value := words[getattr(signal, name).value]:
                 actual, expected = f"{value} in the word {name}", "0"
         self._leave(2)
+        mine = rank_in(self.members, self.rank)
         self.failure = RuntimeError(
-            f"{self._op}: rank {self.rank} finds {actual} in its memory, where its last op left {expected}: something "
+            f"{self._op}: {mine} finds {actual} in its memory, where its last op left {expected}: something "
             "else has written there. Call fusedtp.destroy for this group on every rank before its next op"
         )
         raise self.failure
@@ -136,7 +140,8 @@ class Failing:
                 "rank: `sizes`, a layer's `sequence_sizes`, or a DTensor for a style; torch.ops.symm_mem takes equal "
                 "shards only"
             )
-        text += f"{lanes.said(self.lane)}. Call fusedtp.destroy for this group on every rank before its next op"
+        text += f"{ranks_in(self.members)}{lanes.said(self.lane)}. "
+        text += "Call fusedtp.destroy for this group on every rank before its next op"
         self.failure = RanksDisagree(text, op, self.rank, everyone)
         raise self.failure
 
@@ -159,10 +164,11 @@ class Failing:
         ):
             detail += f"; in a backward pass, which rank {who} makes only where it wants the same gradients as this one"
         if "fusedtp.destroy" not in detail:
-            detail += "; every call is refused until fusedtp.destroy has been called for this group on every rank"
+            detail += "; every call is refused until fusedtp.destroy has been called for this group on every live rank"
         lost = gave_up_on(headers, who)
         explained = lost is not None or headers[who][signal.LEFT.value] in _LEFT
-        self.failure = PeerTimeout(op, self.rank, who, seconds or self.seconds, detail, lost == self.rank, explained)
+        waited = seconds or self.seconds
+        self.failure = PeerTimeout(op, self.rank, who, waited, detail, lost == self.rank, explained, self.members)
         raise self.failure
 
     def _settled(self) -> list[list[int]]:

@@ -78,7 +78,10 @@ def _make(group: dist.ProcessGroup, key: _Key, epoch: int) -> None:
     on_host = device.type == "cpu"
     memory = PosixMemory(group.rank(), group.size()) if on_host else CudaMemory(group, device)
     # Registered before it is made: after an interruption `_discard` finds and closes it, which tells the peers.
-    ws = _workspaces[key] = Workspace(memory, device, epoch=epoch, seconds=timeouts.of(group), make=False, lane=lane)
+    ws = _workspaces[key] = Workspace(
+        memory, device, epoch=epoch, seconds=timeouts.of(group), make=False, lane=lane,
+        members=tuple(dist.get_process_group_ranks(group)),
+    )  # fmt: skip
     exchange = StoreExchange(group, lane) if on_host else None
     try:
         ws.make(exchange)

@@ -25,11 +25,12 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .. import lanes
-from ..errors import PeerTimeout
+from ..errors import PeerTimeout, rank_in
 from ..kernels import signal
 from . import timeouts
 from .clock import Stopwatch
@@ -82,6 +83,7 @@ class StoreExchange:
         self._store, self._lane = GroupStore(group), lane
         self._making = _MAKING + lanes.said(lane)
         self._rank, self._world_size = group.rank(), group.size()
+        self._members = tuple(dist.get_process_group_ranks(group))
         self._group, self._number = group, 0
         # True if this rank broke off last time.
         self._again = self._is_unfinished()
@@ -136,7 +138,8 @@ class StoreExchange:
             waits = _waits()
             while not self._store.check([key]):
                 if (waited := next(waits)) > timeouts.of_present(self._group):
-                    raise PeerTimeout(self._making, self._rank, 0, round(waited, 3), "its measurements have not come")
+                    late = "its measurements have not come"
+                    raise PeerTimeout(self._making, self._rank, 0, round(waited, 3), late, members=self._members)
             received: bytes = self._store.get(key)
             return received.decode()
 
@@ -183,9 +186,10 @@ class StoreExchange:
             waited = next(waits)
             if what == "row" and waited > NOTICE_SECONDS and not self._noticed:
                 self._noticed = True
-                absent = [str(each) for each in range(self._world_size) if self._read("row", each) is None]
-                first = f"its first op{lanes.said(self._lane)}"
-                notice = f"fusedtp: rank {self._rank} has waited {waited:.3g} s at {first} for rank {', '.join(absent)}"
+                absent = [each for each in range(self._world_size) if self._read("row", each) is None]
+                first, mine = f"its first op{lanes.said(self._lane)}", rank_in(self._members, self._rank)
+                whom = ", ".join(rank_in(self._members, each).removeprefix("rank ") for each in absent)
+                notice = f"fusedtp: {mine} has waited {waited:.3g} s at {first} for rank {whom}"
                 print(f"{notice}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
             if waited > seconds:
                 come, who = "it has not come" if what == "row" else "it has not made its memory", peer
@@ -200,7 +204,9 @@ class StoreExchange:
                     )
                 # Tell the missing rank, which may come late.
                 self._store.set(self._key("lost", self._rank, self._number), json.dumps(who))
-                raise PeerTimeout(self._making, self._rank, who, round(waited, 3), come, lost == self._rank)
+                raise PeerTimeout(
+                    self._making, self._rank, who, round(waited, 3), come, lost == self._rank, members=self._members
+                )
 
     def _outcome(self, peer: int) -> Any:
         outcome = self._read("outcome", peer, self._numbers[peer])

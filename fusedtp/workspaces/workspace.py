@@ -72,8 +72,9 @@ class Workspace(Failing):
         seconds: float | None = None,
         make: bool = True,
         lane: int = lanes.ORDINARY,
+        members: tuple[int, ...] = (),
     ) -> None:
-        self.lane = lane
+        self.lane, self.members = lane, members
         self.rank, self.world_size = memory.rank, memory.world_size
         self.device = device
         # True if a matmul may read a peer's memory in place. On a GPU that would load the same data many times.
