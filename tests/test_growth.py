@@ -303,6 +303,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     with RankPool(1, timeout=60) as host:
         store = dist.TCPStore("127.0.0.1", host.run(hosts)[0], is_master=False)
         monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", lambda _: store)
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
         exchange = rendezvous.StoreExchange(group)
         try:
             os.kill(host.pids[0], signal_of_posix.SIGSTOP)

@@ -87,7 +87,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(training, "compare_bits", stopped)
         said = command("train", "--out", tmp_path, code=130, columns=300)
         assert kept in said
-    assert re.search(r"3/7, \d+ s, \d+ s left: 2 x 2 mesh, decomposed, 50 steps", said)
+    assert re.search(r"3/7, after \d+ s, about \d+ s left: 2 x 2 mesh, decomposed, 50 steps", said)
     assert list(training.runs(Training(order="tree"), 3).items()) == [("one process", 50), ("2 x 2 mesh, fused", 3)]
 
 

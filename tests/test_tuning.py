@@ -301,7 +301,7 @@ def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tuning.write(target, tuning.dump(Table(tuning.identity(), (sample(), other), {})))
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["tune", "--out", str(target), "--world-size", "2"])
     assert result.exit_code == 130, result.output
-    assert re.search(r"1/24, \d+ s, \d+ s left: all_gather 64 x 64, fp32 on 2", result.output)
+    assert re.search(r"1/24, after \d+ s, about \d+ s left: all_gather 64 x 64, fp32 on 2", result.output)
     assert f"the sizes measured so far are in\n{target}\n" in result.output
     table, _, _ = tuning.load(target)
     assert table.samples == (other, sample(unfused=5.0))
