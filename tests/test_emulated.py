@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import triton
+
 HERE = Path(__file__).parent
 FILES = ("test_emulated_cores.py", "test_emulated_launch.py", "test_emulated_machine.py", "test_emulated_ops.py")
 
@@ -22,7 +24,9 @@ def test_compiled_kernels_are_executed_right() -> None:
         "ziglang", "leaves", "layout", "fewer_stages", "dtype1", "mxfp8", "every_kernel",
         "(hostile and float8)", "(missing_rank and (split or contraction))", "silu",
     )  # fmt: skip
-    command += ["-k", " and ".join(f"not {each}" for each in take_a_while)]
+    # Faults of the warp-specialised core are planted in the text of one Triton's PTX.
+    other = () if triton.__version__.startswith("3.7.") else ("test_faults_are_found",)
+    command += ["-k", " and ".join(f"not {each}" for each in (*take_a_while, *other))]
     done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
