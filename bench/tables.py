@@ -342,11 +342,15 @@ def checked(frame: pd.DataFrame) -> CellTable:
     return CellTable.of("checked", title, lines, note, ("dtypes", "how"))
 
 
+# The lines of stacks that a rank's signal handler has written, and empty ones.
+_STACKS = re.compile(r'^(?:(?:Current thread|Thread) 0x.*|  File ".*", line \d+ in .*|)\n?', re.MULTILINE)
+
+
 def _without_stacks(gate: str) -> str:
     # Of ranks that took too long. The stacks of each are pages long.
-    first, late, rest = gate.partition("gave no answer within ")
-    seconds = rest.partition("\n")[0]
-    return f"{first}{late}{seconds} (--patience); the rows' file has the stacks" if late else gate
+    if "gave no answer within" not in gate:
+        return gate
+    return f"{_STACKS.sub('', gate).strip()}\n(--patience allows more; the file of rows has the stacks)"
 
 
 def refused(frame: pd.DataFrame) -> CellTable:

@@ -23,6 +23,7 @@ class PeerTimeout(RuntimeError):
         op: the operator's name.
         rank: the rank that waited, as the group numbers its ranks.
         peer: the rank that is missing, as the group numbers its ranks.
+        members: the global ranks of the group's ranks.
         global_peer: the missing rank, as the job numbers its ranks.
         seconds: the budget spent.
         detail: what this rank knows of the wait, or "".

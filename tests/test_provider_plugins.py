@@ -152,6 +152,9 @@ def test_plugins_beside_the_others_cost_nobody_a_number(tmp_path: Path, monkeypa
         assert said in gates[24][name]
         assert f"{name} failed at {GATHER} 24x20x16" in output
         assert gates[26][name] == f"not run: not tried again: it failed at {first}"
+    # The rows have the stacks of what hangs, and the table says what allows more.
+    stack = "in <module>"
+    assert (stack in gates[24]["hangs"], stack in output, "(--patience allows more" in output) == (True, False, True)
 
 
 def test_a_launched_rank_that_hangs_says_where_and_ends() -> None:

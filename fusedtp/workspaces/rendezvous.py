@@ -188,8 +188,8 @@ class StoreExchange:
                 self._noticed = True
                 absent = [each for each in range(self._world_size) if self._read("row", each) is None]
                 first, mine = f"its first op{lanes.said(self._lane)}", rank_in(self._members, self._rank)
-                whom = ", ".join(rank_in(self._members, each).removeprefix("rank ") for each in absent)
-                notice = f"fusedtp: {mine} has waited {waited:.3g} s at {first} for rank {whom}"
+                whom = ", ".join(rank_in(self._members, each) for each in absent)
+                notice = f"fusedtp: {mine} has waited {waited:.3g} s at {first} for {whom}"
                 print(f"{notice}; it gives up after {seconds:g} s (fusedtp.set_timeout)", file=sys.stderr, flush=True)
             if waited > seconds:
                 come, who = "it has not come" if what == "row" else "it has not made its memory", peer
