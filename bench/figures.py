@@ -322,25 +322,24 @@ def predicted(lines: pd.DataFrame, title: str) -> Any:
     return drawn
 
 
-PARTS = {"multiply": "matmul", "collective": "exposed communication", "wait": "host, and the rest"}
+PARTS = {"multiply": "matmul alone", "collective": "beyond it, up to comm alone", "wait": "beyond both"}
 
 
 def account(total_ms: float, matmul_ms: float, comm_ms: float) -> dict[str, float]:
-    """Split total_ms into PARTS; if comm_ms is NaN, all time beyond the matmul is the rest."""
+    """Split total_ms into PARTS; if comm_ms is NaN, all time beyond the matmul is the third part."""
     matmul = min(total_ms, matmul_ms)
-    exposed = 0.0 if math.isnan(comm_ms) else min(total_ms - matmul, comm_ms)
-    return dict(zip(PARTS, (matmul, exposed, total_ms - matmul - exposed), strict=True))
+    second = 0.0 if math.isnan(comm_ms) else min(total_ms - matmul, comm_ms)
+    return dict(zip(PARTS, (matmul, second, total_ms - matmul - second), strict=True))
 
 
 def time_parts(frame: pd.DataFrame) -> Any:
     """Return the picture of the parts of each case's time, in % of unfused, and its bound.
 
     All lines have one direction, model and number of ranks. None unless the matmul alone (of a layer a rank's
-    arithmetic, `local`) and unfused were both timed. A
-    schedule's time is split by the times measured alone in the same rounds: first the matmul, then exposed
-    communication, at most the collective's time, then the host and the rest. Lines are at the matmul alone, at the
-    bound, and at `sequential`. That is an account, not a trace: a matmul that
-    communication slows down shows as exposed communication or as the rest.
+    arithmetic, `local`) and unfused were both timed. A schedule's time is divided at two times of the same rounds: the
+    matmul alone, and that plus the backend's collective alone (`comm`). Lines are at the matmul alone, at the bound,
+    and at `sequential`. The parts say how long, not what ran: time beyond the matmul may be communication by any
+    transport, a slower matmul, or the host.
     """
     from matplotlib.lines import Line2D
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,8 +45,12 @@ from .timing import Verdict, gate, measure_checked
 NOTICE_SECONDS = 5.0
 
 
-def run_job(group: Any, job: Job) -> list[Outcome]:
-    """Run one job on this rank; collective over `group`."""
+def run_job(group: Any, job: Job, launched: bool = False) -> list[Outcome]:
+    """Run one job on this rank; collective over `group`.
+
+    launched: the ranks are a launcher's, which ends them all if one ends. If the operands cannot be made, on a rank
+    without memory for them, the job fails on all ranks. A `RankPool`'s ranks raise.
+    """
     import torch
     import torch.distributed as dist
 
@@ -71,7 +76,17 @@ def run_job(group: Any, job: Job) -> list[Outcome]:
     before_gpu = state()
     outcomes, once = [], job.is_long or suite.once
     with torch.no_grad():
-        problem = suite.setup(job.case, group, device)
+        if launched:
+            try:
+                problem, why = suite.setup(job.case, group, device), ""
+            except Exception:
+                why = f"rank {group.rank()} {traceback.format_exc().rstrip()}"
+            reasons: list[Any] = [None] * group.size()
+            dist.all_gather_object(reasons, why, group=group)
+            if any(reasons):
+                return failed(job, "\n\n".join(filter(None, reasons)))
+        else:
+            problem = suite.setup(job.case, group, device)
         for direction in job.directions:
             verdicts: dict[str, Verdict] = {}
             paths: dict[str, str] = {}
@@ -531,7 +546,7 @@ def run_launched(
                         apart[size] = _apart(groups[size])
                     for name in [each for each in job.variants if each in OVER_MEMORY] if apart[size] else ():
                         job = job.without(name, apart[size])
-                    new = rows_of(job.case, run_job(groups[size], job), machine)
+                    new = rows_of(job.case, run_job(groups[size], job, launched=True), machine)
                 rows += new
                 done(job, new)
             # Ranks outside the group must not start the next job's barrier while this job is timed.
