@@ -146,7 +146,7 @@ def explain(
     flops_per_byte: float | None = None,
     start_bytes: int | None = None,
 ) -> Explanation:
-    """Explain a spec, or a layer by its name, one of `NAMED` of this module; `str` of the result is the text.
+    """Explain a spec, or a layer by its name in `fusedtp explain --table`; `str` of the result is the text.
 
     `hardware` is a name of `fusedtp.cost.hardware.HARDWARE`. If given, steps have predicted times, and the plan weighs
     bytes against FLOPs by that machine unless told otherwise. The other arguments and errors are those of `plan`.

@@ -15,6 +15,7 @@ from fusedtp.bench import theme
 from fusedtp.bench.cli import app
 from fusedtp.cost import overlap
 from fusedtp.cost.hardware import CPU, HARDWARE, NUMBERS, Hardware, measured_cpu
+from fusedtp.cost.work import Work
 from fusedtp.kernels import configs
 from fusedtp.schedules import decomposed
 
@@ -343,19 +344,51 @@ def test_a_tree_sends_float32_and_is_for_fused_alone() -> None:
     assert "subtrees travel in float32" in invoke("matmul_all_reduce", "--order", "tree").output
 
 
+def test_the_page_of_choices_has_the_models_thresholds() -> None:
+    page = " ".join((published.ROOT / "docs/choosing.md").read_text().split())
+    machine = HARDWARE["h100"]
+
+    def producer(rows: int, columns: int) -> str:
+        times = overlap.producers(Work("gather", rows, columns, 8192, rows * 8192, 8, "bfloat16"), machine)
+        return min(times, key=times.__getitem__)
+
+    said = re.search(r"a rank with 4096 columns copies from about (\d+) rows", page)
+    assert said
+    assert (producer(int(said[1]) - 100, 4096), producer(int(said[1]) + 100, 4096)) == ("push", "copy")
+    said = re.search(r"with 28672 columns it pushes up to (\d+)\.", page)
+    assert said
+    assert {producer(rows, 28672) for rows in (512, 2048, int(said[1]))} == {"push"}
+    for alone, columns, pattern in (
+        (True, 4096, r"one-shot up to about ([\d.]+) MB"), (True, 8192, r"one-shot up to about ([\d.]+) MB"),
+        (False, 4096, r"up to ([\d.]+) MB with 4096"), (False, 8192, r"([\d.]+) MB with 8192"),
+    ):  # fmt: skip
+        said = re.search(pattern, page)
+        ways = [overlap.way_of(rows, columns, 8, "bfloat16", machine, "fused", alone=alone) for rows in range(1, 100)]
+        last = 2e-6 * columns * ways.index("two_shot")
+        assert said
+        assert float(said[1]) == pytest.approx(last, rel=0.15), last
+
+
 def test_sums_in_the_switch_pay_from_a_few_hundred_rows_on() -> None:
     """docs/guide/switch.md says so; few rows are faster without the switch."""
     sizes: dict[str, Any] = {"N": 8192, "world_size": 8, "hardware": "h100"}
-    for M in (1, 64, 256, 257, 512, 1024, 4096, 16384):
+    gains: dict[str, list[float]] = {"rank": [], "any": []}
+    for M in (1, 64, 256, 257, 512, 1024, 2048, 4096, 8192, 16384):
         usual, free = (
             cost.predict("matmul_all_reduce", M=M, K=8192, order=order, **sizes) for order in ("rank", "any")
         )
+        if M >= 512:
+            gains["rank"].append(usual.unfused_us / usual.fused_us)
+            gains["any"].append(free.unfused_us / free.fused_us)
         assert (free.unfused_us, free.decomposed_us) == (usual.unfused_us, usual.decomposed_us)
         assert (free.algorithm == "switch") == (M > 256)
         assert ("the switch makes the sums of fused" in free.assumptions) == (M > 256)
         assert free.unfused_us / free.fused_us >= (1.6 if M >= 512 else 1.5)
         assert free.fused_us <= usual.fused_us
         assert M <= 256 or usual.unfused_us / usual.fused_us < 1.4
+    page = " ".join((published.ROOT / "docs/guide/switch.md").read_text().split())
+    for words, order in (("on 8 H100s:", "any"), ("`fused` alone is", "rank")):
+        assert f"{words} {min(gains[order]):.2f} to {max(gains[order]):.2f} times as fast" in page
     # A long contraction, whose matmul takes longer than its sums.
     for M, least in ((257, 1.15), (1024, 1.3), (4096, 1.2), (16384, 1.1)):
         found = cost.predict("matmul_all_reduce", M=M, K=28672, order="any", **sizes)

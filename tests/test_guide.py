@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import tomllib
 from collections import Counter
@@ -58,16 +59,16 @@ def world(group: ProcessGroup) -> Iterator[None]:
         c10d._update_default_pg(before)
 
 
-def run_page(group: ProcessGroup, page: str, folder: str) -> int:
-    """Run all blocks of a page in order, in one namespace, and return their number."""
+def run_page(group: ProcessGroup, page: str, folder: str) -> tuple[int, str]:
+    """Run all blocks of a page in order, in one namespace, and return their number and what they printed."""
     blocks = list(BLOCK.finditer(Path(page).read_text()))
     scope: dict[str, Any] = {"__name__": "guide"}
-    with world(group), contextlib.chdir(folder):
+    with world(group), contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in blocks:
             # Line numbers are those of the page.
             first = block.string[: block.start(1)].count("\n")
             exec(compile("\n" * first + block[1], page, "exec"), scope)
-    return len(blocks)
+    return len(blocks), printed.getvalue()
 
 
 @pytest.mark.parametrize("name", [
@@ -77,8 +78,11 @@ def run_page(group: ProcessGroup, page: str, folder: str) -> int:
 def test_every_block_runs(pool: RankPool, tmp_path: Path, name: str) -> None:
     asked = set(re.findall(r"torchrun --nproc-per-node (\d)", PAGES[name].read_text()))
     assert len(asked) == 1, f"{name} must say once on how many ranks it runs"
-    ran = pool.run(run_page, str(PAGES[name]), str(tmp_path), world_size=int(asked.pop()))
-    assert ran[0] == PAGES[name].read_text().count("\n```python\n") > 0
+    page = PAGES[name].read_text()
+    count, printed = pool.run(run_page, str(PAGES[name]), str(tmp_path), world_size=int(asked.pop()))[0]
+    assert count == page.count("\n```python\n") > 0
+    for shown in re.findall(r"\n```text\n(Path\(.*?)```", page, re.DOTALL):
+        assert "".join(shown.split()) in "".join(printed.split())
 
 
 def test_the_api_page_has_every_public_name() -> None:
