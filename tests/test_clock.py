@@ -53,6 +53,28 @@ def test_clock_driven_while_the_last_word_is_released_goes_on() -> None:
     assert goes_on
 
 
+class _Broken:
+    def look(self, ending: bool) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+
+def test_the_time_goes_on_beside_a_device_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: said.append(args.exc_value))
+    block, broken = torch.zeros(1, dtype=torch.int32), _Broken()
+    clock.drive(block, broken.look)
+    try:
+        for _ in range(2):
+            block[0] = before = clock.now_ms() - 1_000_000
+            deadline = time.monotonic() + 5
+            while int(block) == before and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert int(block) != before
+        assert [str(each) for each in said] == ["device-side assert triggered"]
+    finally:
+        clock.release(block)
+
+
 def test_the_clock_is_left_at_the_end_of_every_wait() -> None:
     block = torch.zeros(1, dtype=torch.int32)
     clock.drive(block)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
 from fusedtp.memory import cuda
 from fusedtp.memory.cuda import SHARE_GPU, CudaMemory, Driver, Gpu, Place
+from fusedtp.torch_private import symmetric_empty
+from fusedtp.workspaces import registry
 
 from .exchange import Exchange
 
@@ -194,6 +200,35 @@ def test_an_address_of_all_ranks_is_all_ranks_or_none(pool: RankPool) -> None:
     assert pool.run(of_all, {0: 64, 1: 96, 2: 128}, world_size=3) == [64, 96, 128]
     # A rank on another switch, or a rank that must not use multicast.
     assert pool.run(of_all, {0: 64, 1: 0, 2: 128}, world_size=3) == [0, 0, 0]
+
+
+def gone(group: ProcessGroup) -> tuple[bool, bool]:
+    """Return whether a group that torch has destroyed, and its workspace in such memory, are still there."""
+    other = dist.new_group(dist.get_process_group_ranks(group))
+    memory = [CudaMemory(other, torch.device("cpu"), FakeGpu(group.rank()), seconds=60.0)]
+    made = {"PosixMemory": lambda *_: memory.pop(), "StoreExchange": lambda *_: None}
+    with mock.patch.multiple(registry, **made):
+        registry.get(other, torch.device("cpu"))
+    alive, name = weakref.ref(other), other.group_name
+    dist.barrier(other)
+    dist.destroy_process_group(other)
+    del other
+    gc.collect()
+    return alive() is not None, any(key[0] == name for key in registry._workspaces)
+
+
+def test_memory_goes_with_a_group_that_torch_destroys(pool: RankPool) -> None:
+    assert pool.run(gone) == [(False, False)] * 4
+
+
+def test_memory_of_another_backend_is_refused(pool: RankPool) -> None:
+    """NVSHMEM's allocations are collective over the job."""
+    memory = torch._C._distributed_c10d._SymmetricMemory
+    with (
+        mock.patch.object(memory, "get_backend", return_value="NVSHMEM"),
+        pytest.raises(RuntimeError, match="is NVSHMEM's here, by TORCH_SYMMMEM or set_backend"),
+    ):
+        symmetric_empty(64, torch.device("cpu"))
 
 
 def test_ranks_that_do_not_ask_alike_are_told(pool: RankPool) -> None:

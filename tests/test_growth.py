@@ -25,12 +25,13 @@ from fusedtp import PeerTimeout
 from fusedtp.bench.ranks import RankError, RankPool
 from fusedtp.hf import inputs
 from fusedtp.kernels import signal
-from fusedtp.memory import posix
+from fusedtp.memory import Unreachable, posix
 from fusedtp.workspaces import clock, registry, rendezvous, timeouts
 from fusedtp.workspaces.workspace import Workspace
 
 from .beside import CPU, Flags, until
 from .harness import spread
+from .virtual_ranks import local_memories, running
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
 LARGE = 600
@@ -82,6 +83,35 @@ def a_real_interruption(condition: Any) -> Iterator[None]:
     finally:
         thread.join()
         signal_of_posix.signal(signal_of_posix.SIGINT, before)
+
+
+def test_a_growth_that_memory_refuses_is_told_as_such() -> None:
+    """Memory that makes its own exchanges, as on GPUs, finds ranks that ask for different sizes."""
+    (memory,) = local_memories(1, CPU)
+    ws = Workspace(memory, CPU)
+    differ = ValueError("ranks ask for different arenas")
+    try:
+        assert not memory.exchanges
+        for error, kind in ((differ, fusedtp.RanksDisagree), (Unreachable("no memory"), Unreachable)):
+            with (
+                running(ws, "all_gather"), mock.patch.object(memory, "allocate", side_effect=error),
+                pytest.raises(kind, match=f"the workspace cannot grow: {error}"),
+            ):  # fmt: skip
+                ws.require(4 * ws.half_bytes, ws.slots)
+    finally:
+        ws.close()
+
+
+def test_calls_that_a_failed_workspace_refuses_are_not_kept() -> None:
+    (ws,) = (Workspace(memory, CPU) for memory in local_memories(1, CPU))
+    ws.failure = PeerTimeout("all_gather", 0, 1, 1.0)
+    depths = []
+    for _ in range(3):
+        with pytest.raises(PeerTimeout) as raised:
+            ws.begin("all_gather", ws.meanings.now)
+        depths.append(len(raised.traceback))
+    ws.close()
+    assert len(set(depths)) == 1
 
 
 def interrupted_growth(group: ProcessGroup) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -228,6 +229,17 @@ def test_an_error_is_raised_where_an_op_is_waited_for(pool: RankPool) -> None:
     pool.run(lost, world_size=2)
 
 
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, start = ("lane", "without a thread"), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        lanes.run(key, "op", lambda: None, [X], in_flight=True)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    work = lanes.run(key, "op", lambda: None, [X], in_flight=True)
+    assert work is not None
+    assert work.wait(timedelta(seconds=10))
+
+
 def test_a_child_has_no_ops_in_flight_of_its_parent() -> None:
     work = never_ends()
     if (child := os.fork()) == 0:
@@ -269,6 +281,11 @@ def test_a_lane_has_a_stream_on_a_gpu() -> None:
             work.wait()
             cuda.put(f"after op {i}")
         lanes.run(("lane", "g"), "op", partial(cuda.put, "in turn"), tensors, in_flight=False)
+        # What the stream still does with the tensors of an op that raises goes on.
+        raises = mock.Mock(device=torch.device("cuda"))
+        with pytest.raises(ZeroDivisionError):
+            lanes.run(("lane", "g"), "op", lambda: 1 / 0, [raises], in_flight=True)
+        raises.record_stream.assert_called_with(side)
     lanes._stream.cache_clear()
     numbers = {work: number for work, number, _ in cuda.ran}
     after = {work: {name for name, number in numbers.items() if number in earlier} for work, _, earlier in cuda.ran}
@@ -390,6 +407,15 @@ def test_at_most_two_ops_of_a_stream_are_in_flight() -> None:
         assert third.is_alive()
         words[signal.ENDED.value] = 1
         third.result()
+        # The stream of a device that is broken never ends an op.
+        broken = mock.Mock(query=mock.Mock(side_effect=torch.AcceleratorError("device-side assert triggered")))
+        words[signal.ENDED.value] = 0
+        with (
+            mock.patch.object(ws, "device", torch.device("cuda")),
+            mock.patch.object(torch.cuda, "current_stream", return_value=broken),
+            pytest.raises(torch.AcceleratorError, match="device-side assert"),
+        ):
+            ahead._wait_for_half(3)
     finally:
         ws.close()
         peer.close()

@@ -17,7 +17,6 @@ from fusedtp import PeerTimeout, reference
 from fusedtp.kernels import launch, signal
 from fusedtp.kernels.configs import shape_class
 from fusedtp.schedules import forms, fused, local, producer
-from fusedtp.schedules.verbs import Pending
 from fusedtp.workspaces import clock
 from fusedtp.workspaces.workspace import Workspace
 
@@ -179,9 +178,9 @@ def problem(name: str, world_size: int, dtype: torch.dtype, seed: int, shape: Sh
     )  # fmt: skip
 
 
-def read(x: Pending, products: Any, leaves: int = 0) -> list[Any]:
-    """Return X itself in place of products with X."""
-    return [x.gather.read(x)]
+def read(x: Any, products: Any, leaves: int = 0) -> list[Any]:
+    """Return X itself in place of the library's products with X; a tree's are kernels."""
+    return local.multiply(x, products, leaves) if leaves else [x.gather.read(x)]
 
 
 def joined(*what: Any, **options: Any) -> Phases:

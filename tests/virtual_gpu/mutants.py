@@ -106,6 +106,8 @@ EQUIVALENT = (
     (r"release", r"raise_to_all < enter\b", "before an entry a fingerprint is stored, by strong stores, and those of "
      "the machine are seen at once: it cannot show what this one is for; what kernels before it did is there for all "
      "when they have ended"),
+    (r"no barrier", r"raise_to_all < finish\b", "the last arrival is told to all threads behind a barrier, and nothing "
+     "is stored since"),
     (r"no barrier", r"raise_to_all < enter\b", "before an entry a fingerprint is stored, by the same thread"),
     (r"release", r"(_give_up|_report)\b", "nothing is stored before an entry that is taken back, and here the host "
      "reads a report when the kernel has ended"),
