@@ -122,3 +122,13 @@ def ranges(group: ProcessGroup) -> None:
 
 def test_a_profiler_has_a_range_of_each_op(pool: RankPool) -> None:
     pool.run(ranges, world_size=2)
+
+
+def named_alone(group: ProcessGroup) -> str:
+    fusedtp.all_gather(torch.ones(2, 2), group=group, schedule="fused")
+    return str(fusedtp.last_path())
+
+
+def test_one_rank_says_so_also_where_a_schedule_is_named(pool: RankPool) -> None:
+    (said,) = pool.run(named_alone, world_size=1)
+    assert "schedule='fused', reason='asked for; one rank has nothing to send'" in said

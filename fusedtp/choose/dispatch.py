@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -89,7 +89,9 @@ def choose(
         check_units(task, schedule, group, device)
         # `decomposed` needs no `SharedConfig`. But peers may name another schedule, which ranks find only if all come
         # this far. A capture can only run ops that have run before.
-        if SCHEDULES[schedule].shares_memory and group.size() > 1 and not _is_capturing(device):
+        if group.size() == 1:
+            return replace(asked_for, reason="asked for; one rank has nothing to send")
+        if SCHEDULES[schedule].shares_memory and not _is_capturing(device):
             _shared_config(workspace_of(group, device, lane), group)
         return asked_for
     if group.size() == 1:

@@ -95,7 +95,8 @@ def require(*schedules: str) -> Switch[tuple[str, ...]]:
     - `schedules`: one or more of "fused", "decomposed" and "unfused".
 
     This holds until `undo()` or the end of a `with` block, in this process: call it on every rank. The error has the
-    reason that `last_path` gives. An op over one rank runs unfused. If several requirements are on, all of them hold.
+    reason that `last_path` gives. An op over one rank sends nothing, and runs unfused unless the call names a schedule.
+    If several requirements are on, all of them hold.
 
         with fusedtp.require("fused"):
             loss = model(tokens).loss
