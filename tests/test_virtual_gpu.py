@@ -172,6 +172,33 @@ def test_captured_graphs_replay(ranks: RankPool) -> None:
     ranks.run(checks.replays_of_a_layer, 3)
 
 
+def replayed_without_a_table(group: ProcessGroup) -> None:
+    """Capture an op whose table of rows the workspace has dropped meanwhile, for those of other ops."""
+    device, sizes = checks.prepare(), (40, 56)
+    x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((sizes[group.rank()], 64), (80, 64)))
+
+    def once(schedule: str = "fused") -> torch.Tensor:
+        return fusedtp.all_gather_linear(x, weight, group=group, sizes=sizes, schedule=schedule)
+
+    with torch.no_grad():
+        once()
+        torch.cuda.synchronize()
+        tables = registry.get(group, device)._tables
+        assert sizes in tables
+        tables.clear()
+        replay, (y,) = checks.captured(lambda: [once()], device)
+        # It has its numbers in replays only.
+        assert not tables
+        for op in (replay, once, replay):
+            op()
+        torch.testing.assert_close(y, once("unfused"), rtol=0.05, atol=0.5)
+    fusedtp.destroy()
+
+
+def test_a_graph_makes_its_tables(ranks: RankPool) -> None:
+    ranks.run(replayed_without_a_table)
+
+
 def test_graphs_replay_on_several_streams(ranks: RankPool) -> None:
     """Replays are late, and take their nodes in any order that the graph allows (stub/graph.h)."""
     ranks.run(checks.replays_on_streams, 5)
