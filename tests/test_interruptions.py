@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal as signal_of_posix
 import subprocess
 import sys
@@ -355,10 +356,21 @@ def of_a_part(group: ProcessGroup) -> list[str]:
     fusedtp.set_timeout(60, made)
     with pytest.raises(fusedtp.RanksDisagree) as unlike:
         fusedtp.all_gather(x.to(torch.bfloat16) if made.rank() else x, group=made, schedule="decomposed")
+    said.append(str(unlike.value))
     dist.barrier()
     fusedtp.destroy(made)
+    fusedtp.all_gather(x, group=made, schedule="decomposed")
+    dist.barrier()
+    if made.rank() == 1:
+        fusedtp.destroy(made)
+    dist.barrier()
+    if made.rank() == 0:
+        with pytest.raises(fusedtp.PeerTimeout) as left:
+            fusedtp.all_gather(x, group=made, schedule="decomposed")
+        said.append(str(left.value))
+    fusedtp.destroy(made)
     dist.destroy_process_group(made)
-    return [*said, str(unlike.value)]
+    return said
 
 
 def test_errors_name_global_ranks(pool: RankPool) -> None:
@@ -367,4 +379,5 @@ def test_errors_name_global_ranks(pool: RankPool) -> None:
     assert third[0].startswith("all_gather: rank 0 (global rank 2) waited 0.3 s for rank 1 (global rank 3), which")
     for text in (third[1], *fourth):
         assert "ranks are numbered in the group of global ranks [2, 3]. Call fusedtp.destroy" in text
+    assert re.search(r"; rank 1 .*; ranks are numbered in the group of global ranks \[2, 3\]", third[2])
     assert "global" not in "".join(first)

@@ -158,7 +158,8 @@ class Failing:
         who = missing(self.rank, headers, peer)
         what = "its memory to grow: step" if slot == signal.GROWTH_SLOT.value else f"signal slot {slot}: epoch"
         detail = f"{what} {expected} expected, {seen} seen{lanes.said(self.lane)}"
-        detail += explain(self.rank, headers, peer, who)
+        if about := explain(self.rank, headers, peer, who):
+            detail += about + ranks_in(self.members)
         if self.meanings.now.values.get("pass") == "backward" and not has_entered(
             self._header(self.rank), who, self.world_size, expected
         ):
