@@ -198,6 +198,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("checkpoint: DTensor's other sizes", "shards.py", "piece = -(-length // world_size)\n", "piece = max(1, length // world_size)\n", "test_shards.py test_layer_state.py"),
     # Models of Hugging Face.
     ("decoders: every rank has all keys", "hf/decoders.py", "max(1, keys // self._ranks)))", "keys))", "test_decoders.py"),
+    ("decoders: any packed linear is queries, keys and values", "hf/decoders.py", "self._of.kind not in QKV or sum(lengths)", "sum(lengths)", "test_decoders_refused.py"),
     ("decoders: the first layer alone is compared", "hf/stack.py", "for i, layer in enumerate(of.stack):", "for i, layer in enumerate([*of.stack][:1]):", "test_decoders_refused.py"),
     ("decoders: linears may be called from outside", "hf/tokens.py", "    module.is_running = False\n", "    pass\n", "test_decoders_refused.py test_lora.py"),
     ("decoders: three unlike inputs", "hf/inputs.py", "rows.unique(dim=0).shape[0] > 1:", "rows.unique(dim=0).shape[0] > 2:", "test_inputs.py"),

@@ -87,6 +87,9 @@ BAD: list[tuple[Callable[[], Any], str]] = [
      r"alike: model\.layers\.1 differs from model\.layers\.0, Llama"),
     (lambda: other("Glm4Moe", n_routed_experts=4, moe_intermediate_size=8),
      r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"),
+    # As wide as queries, keys and values, in another order.
+    (lambda: other("CodeGen", rotary_dim=4, num_key_value_heads=8),
+     r"what the 96 features of transformer\.h\.\*\.attn\.qkv_proj are"),
     (lambda: changed(one_weight, intermediate_size=32),
      r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"),
     (lambda: changed(unscaled), r"whether model\.layers\.\*\.self_attn, LlamaAttention, is an attention: it has no sc"),
