@@ -185,6 +185,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("autograd: a norm's gradients in one allocation", "calls/autograd.py", "map(torch.clone, sums)", "sums.unbind()", "test_layer_parameters.py -k memory"),
     ("autograd: compiled autograd traces an op", "calls/autograd.py", "_gradients_outside if torch.compiler.is_compiling() else _eager_gradients", "_eager_gradients", "test_compiled_autograd.py -k changed"),
     ("parameters: a multi-tensor change goes unnoticed", "calls/parameters.py", "    on_multi_tensor_changes(count)\n", "    pass\n", "test_layer_parameters.py -k changed_before"),
+    ("styles: pieces that some ranks would need two of", "styles/grouped.py", "if num_ranks % count and count % num_ranks:", "if False:", "test_bad_modules.py -k pieces"),
     ("styles: a group overlooks other memory", "styles/grouped.py", "if not is_wrapped(mine):", "if False:", "test_fused_group.py -k changes_between"),
     ("styles: a group shares computed weights", "styles/grouped.py", "if linear.computes(\"weight\", \"bias\") or (not is_compiling", "if (not is_compiling", "test_computed_parameters.py"),
     ("layers: gate and up exchanged", "layers.py", "weight = weight.unbind()", "weight = weight.flip(0).unbind()", "test_layers.py"),
