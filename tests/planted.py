@@ -119,6 +119,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("errors: a global rank is the group's", "errors.py", "members[rank] != rank else", "members[rank] == -1 else", "test_interruptions.py -k global_ranks"),
     ("shards: a length in a graph is a constant", "shards.py", "one if type(one) is int else operator.index(one)", "operator.index(one)", "test_compile.py -k once_for_all"),
     ("parameters: the first call writes what a graph is guarded by", "calls/parameters.py", "{name: each._spec for name, each in own.items()}", "dict.fromkeys(own)", "test_compile.py -k once_for_all"),
+    ("parameters: parts are cut in the mesh's order", "calls/parameters.py", "sorted(cuts, key=lambda cut: cut[:2])", "cuts", "test_layer_state.py -k two_axes"),
     ("local: threads share their terms", "schedules/local.py", "class LocalScatter(threading.local):", "class LocalScatter:", "test_threads.py -k needs_no_lock"),
     ("call: half of the rows are kept", "calls/call.py", "if recent and _calls.get(recent[-1][0]) is call:", "if False:", "test_rows.py -k as_many_are"),
     ("switch: the first undo turns all off", "switch.py", "            if not self._on:\n                self._give_back()", "            self._give_back()", "test_drop_in.py test_use_in_transformers.py"),

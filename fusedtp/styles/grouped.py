@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..calls.parameters import watch
+from ..calls.parameters import part_of, watch
 from ..scaled import check_dense
 from ..torch_private import is_wrapped
 from .linears import (
@@ -246,8 +246,8 @@ class Unpacked(nn.Module):
                 rows = whole.t() if self.transposed and whole.ndim == 2 else whole
                 for i, own in enumerate(rows.split([features(each) for each in self.parts])):
                     here: Any = self.parts[i]._parameters[name]
-                    if isinstance(here, DTensor) and not isinstance(own, DTensor):
-                        own = distribute_tensor(own, here.device_mesh, here.placements, src_data_rank=None)
+                    if isinstance(here, DTensor) and not isinstance(own, DTensor) and own.shape == here.shape:
+                        own = part_of(own, here)
                     state_dict[f"{prefix}parts.{i}.{name}"] = own
         super()._load_from_state_dict(state_dict, prefix, *args)
 
