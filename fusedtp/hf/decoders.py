@@ -156,6 +156,12 @@ class _Planner:
 
     def _check_linears(self, child: str, names: Sequence[str]) -> None:
         for i, layer in enumerate(self._of.stack):
+            if getattr(layer.get_submodule(child), "activation_sparsity", 0) > 0:
+                # Gemma3n: features below a quantile of all are dropped.
+                raise NotImplementedError(
+                    f"parallelize splits the features of {self._of.layers}.{i}.{child}, and its activation_sparsity "
+                    "needs all of them"
+                )
             for name in names:
                 linear = layer.get_submodule(f"{child}.{name}")
                 if reason := "" if is_conv1d(linear) and not is_parametrized(linear) else unfit(linear):
