@@ -58,6 +58,8 @@ SCHEMAS = (
 
 # An op that has been checked, ready to be run.
 Checked: TypeAlias = Callable[[], Any]
+# Errors of a check. On CUDA torch's own op runs then.
+_REFUSALS = (ValueError, TypeError, NotImplementedError)
 
 
 _on: list[Switch[str]] = []
@@ -163,7 +165,7 @@ def _kernel(name: str, check: Callable[..., Checked], *, falls_back: bool) -> Ca
             return torch_private.symm_mem_function(name, fallback=True)(*args, **kwargs)
         try:
             checked = check(*args, **kwargs)
-        except (ValueError, TypeError, NotImplementedError) as error:
+        except _REFUSALS as error:
             if not falls_back:
                 error.add_note(f"in torch.ops.symm_mem.{name}: x is A, a weight is B transposed")
                 raise
@@ -394,15 +396,28 @@ _CHECKS: dict[str, Callable[..., Checked]] = {
 def _setup_gather(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
     A, Bs, gather_dim, ctx.group_name = inputs
     ctx.dim, ctx.num_weights, ctx.call = gather_dim % A.ndim, len(Bs), None
+    ctx.refusal = ""
     if Bs:
-        call, given = _gather(A, [B.t() for B in Bs], ctx.dim, ctx.group_name)
-        autograd.save(ctx, call, given, ctx.needs_input_grad[: len(given)], ())
+        _save(ctx, "fused_all_gather_matmul", lambda: _gather(A, [B.t() for B in Bs], ctx.dim, ctx.group_name))
     ctx.needs_whole = ctx.needs_input_grad[0]
     ctx.set_materialize_grads(False)
 
 
+def _save(ctx: Any, name: str, prepare: Callable[[], Any]) -> None:
+    # Forward has run torch's own op where we refuse, and that has no gradient.
+    ctx.call, ctx.refusal = None, ""
+    try:
+        call, given = prepare()
+    except _REFUSALS as error:
+        ctx.refusal = (
+            f"torch.ops.symm_mem.{name} ran torch's own code, which has no gradient, as fusedtp refuses: {error}"
+        )
+        return
+    autograd.save(ctx, call, given, ctx.needs_input_grad[: len(given)], ())
+
+
 def _gather_backward(ctx: Any, d_whole: Tensor | None, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    found = _through(ctx, dys) if ctx.call is not None else {}
+    found = _through(ctx, dys) if ctx.call is not None or ctx.refusal else {}
     dA = found.get("x")
     if d_whole is not None and ctx.needs_whole:
         schedule = _options().schedule
@@ -414,8 +429,8 @@ def _gather_backward(ctx: Any, d_whole: Tensor | None, dys: Sequence[Tensor | No
 def _setup_scatter(ctx: Any, inputs: Any, output: Any) -> None:
     A, B, ctx.reduce_op, scatter_dim, ctx.group_name = inputs
     shape = (*A.shape[:-1], B.shape[1])
-    call, given = _scatter(A, B.t(), shape, scatter_dim % A.ndim, ctx.group_name, ctx.reduce_op)
-    autograd.save(ctx, call, given, ctx.needs_input_grad[:2], ())
+    dim = scatter_dim % A.ndim
+    _save(ctx, "fused_matmul_reduce_scatter", lambda: _scatter(A, B.t(), shape, dim, ctx.group_name, ctx.reduce_op))
 
 
 def _scatter_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -432,6 +447,8 @@ def _of_weights(ctx: Any, found: dict[str, Any], count: int) -> list[Tensor | No
 
 @locks.one
 def _through(ctx: Any, dys: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    if ctx.refusal:
+        raise NotImplementedError(ctx.refusal)
     tensors = ctx.saved_tensors
     plain = all(type(each) in PLAIN for each in (*tensors, *dys) if each is not None)
     by_operator = not plain or torch.is_grad_enabled() or is_in_torch_dispatch_mode()

@@ -126,8 +126,8 @@ class _AllGather(_Comm):
         returns when the tensor is there, or raises the op's error; on a GPU it holds the current stream.
         """
         out, own = output_tensor, input_tensor
-        if out.dtype == torch.uint8 and own.numel() % 2 == 0:
-            # Kernels move 16 bits; uint8 is what FSDP2 makes of parameters with several dtypes.
+        if out.element_size() == 1 and own.numel() % 2 == 0:
+            # Kernels move 16 bits. float8 has 8, and uint8 is what FSDP2 makes of parameters with several dtypes.
             out, own = out.view(torch.bfloat16), own.view(torch.bfloat16)
         if not own.numel():
             return None

@@ -119,6 +119,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("errors: a global rank is the group's", "errors.py", "members[rank] != rank else", "members[rank] == -1 else", "test_interruptions.py -k global_ranks"),
     ("shards: a length in a graph is a constant", "shards.py", "one if type(one) is int else operator.index(one)", "operator.index(one)", "test_compile.py -k once_for_all"),
     ("parameters: the first call writes what a graph is guarded by", "calls/parameters.py", "{name: each._spec for name, each in own.items()}", "dict.fromkeys(own)", "test_compile.py -k once_for_all"),
+    ("parameters: parts are cut in the mesh's order", "calls/parameters.py", "sorted(cuts, key=lambda cut: cut[:2])", "cuts", "test_layer_state.py -k two_axes"),
     ("local: threads share their terms", "schedules/local.py", "class LocalScatter(threading.local):", "class LocalScatter:", "test_threads.py -k needs_no_lock"),
     ("call: half of the rows are kept", "calls/call.py", "if recent and _calls.get(recent[-1][0]) is call:", "if False:", "test_rows.py -k as_many_are"),
     ("switch: the first undo turns all off", "switch.py", "            if not self._on:\n                self._give_back()", "            self._give_back()", "test_drop_in.py test_use_in_transformers.py"),
@@ -185,6 +186,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("autograd: a norm's gradients in one allocation", "calls/autograd.py", "map(torch.clone, sums)", "sums.unbind()", "test_layer_parameters.py -k memory"),
     ("autograd: compiled autograd traces an op", "calls/autograd.py", "_gradients_outside if torch.compiler.is_compiling() else _eager_gradients", "_eager_gradients", "test_compiled_autograd.py -k changed"),
     ("parameters: a multi-tensor change goes unnoticed", "calls/parameters.py", "    on_multi_tensor_changes(count)\n", "    pass\n", "test_layer_parameters.py -k changed_before"),
+    ("styles: pieces that some ranks would need two of", "styles/grouped.py", "if num_ranks % count and count % num_ranks:", "if False:", "test_bad_modules.py -k pieces"),
     ("styles: a group overlooks other memory", "styles/grouped.py", "if not is_wrapped(mine):", "if False:", "test_fused_group.py -k changes_between"),
     ("styles: a group shares computed weights", "styles/grouped.py", "if linear.computes(\"weight\", \"bias\") or (not is_compiling", "if (not is_compiling", "test_computed_parameters.py"),
     ("layers: gate and up exchanged", "layers.py", "weight = weight.unbind()", "weight = weight.flip(0).unbind()", "test_layers.py"),
@@ -198,6 +200,7 @@ FAULTS: tuple[tuple[str, str, str, str, str], ...] = (
     ("checkpoint: DTensor's other sizes", "shards.py", "piece = -(-length // world_size)\n", "piece = max(1, length // world_size)\n", "test_shards.py test_layer_state.py"),
     # Models of Hugging Face.
     ("decoders: every rank has all keys", "hf/decoders.py", "max(1, keys // self._ranks)))", "keys))", "test_decoders.py"),
+    ("decoders: any packed linear is queries, keys and values", "hf/decoders.py", "self._of.kind not in QKV or sum(lengths)", "sum(lengths)", "test_decoders_refused.py"),
     ("decoders: the first layer alone is compared", "hf/stack.py", "for i, layer in enumerate(of.stack):", "for i, layer in enumerate([*of.stack][:1]):", "test_decoders_refused.py"),
     ("decoders: linears may be called from outside", "hf/tokens.py", "    module.is_running = False\n", "    pass\n", "test_decoders_refused.py test_lora.py"),
     ("decoders: three unlike inputs", "hf/inputs.py", "rows.unique(dim=0).shape[0] > 1:", "rows.unique(dim=0).shape[0] > 2:", "test_inputs.py"),

@@ -112,13 +112,14 @@ def changed(here: Here) -> object:
     return layer(ones(*X))
 
 
-def grouped(here: Here, name: str) -> None:
+def grouped(here: Here, name: str, rows: int = 8, **options: Any) -> None:
     """Check that a refused style changes nothing."""
-    module = nn.ModuleDict({"q": nn.Linear(8, 8)})
+    module = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, rows)})
     try:
-        FusedGroup("q", name)._apply(module, here.mesh)
+        FusedGroup("q", name, **options)._apply(module, here.mesh)
     finally:
         assert type(module["q"]) is nn.Linear
+        assert not isinstance(module["q"].weight, DTensor)
 
 
 DTYPES = "must be one of torch.float32, torch.bfloat16, torch.float16, torch.float64, got"
@@ -293,6 +294,16 @@ BAD: list[tuple[str, Callable[[Here], object], type[Exception], str]] = [
         (("q", 3), TypeError, "takes the linears' names, got 3"))],
     ("a group of a name that is not there", lambda h: grouped(h, "z"), ValueError, "ModuleDict has no 'z'"),
     ("a group with itself in it", lambda h: grouped(h, ""), NotImplementedError, "is for nn.Linear, got ModuleDict"),
+    *[(f"a group of {count} pieces of {rows} rows{of}",
+       lambda h, rows=rows, count=count, options=options: grouped(h, "k", rows, pieces={"k": count}, **options),
+       ValueError, f"pieces of 'k'{text}")
+      for count, rows, of, options, text in (
+        (0, 8, "", {}, " must be an int of at least 1, got 0"), (2.0, 8, "", {}, " must be an int of at least 1"),
+        (3, 12, "", {}, ": 3 pieces and 4 ranks, neither is a multiple"),
+        (6, 12, "", {}, ": 6 pieces and 4 ranks, neither is a multiple"),
+        (2, 9, "", {}, ": 9 rows cannot be cut"), (8, 12, "", {}, ": 12 rows cannot be cut"),
+        (2, 8, ", gathered", {"output_layouts": Replicate()}, ": 2, fewer than 4 ranks, need"),
+        (2, 8, ", DTensors", {"use_local_output": False}, ": 2, fewer than 4 ranks, need output_layouts"))],
     ("floats for an embedding", lambda h: h.styles["FusedEmbedding"](ones(2)),
      TypeError, "input must be indices in torch.int64 or torch.int32, got torch.float32"),
     ("a styled linear's features", lambda h: h.rowwise(ones(4, 5)),

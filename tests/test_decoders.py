@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -273,6 +274,18 @@ def test_caches(group: ProcessGroup, sequence_parallel: bool) -> None:
         cross.layers.append(object())
         with pytest.raises(NotImplementedError, match=r"given a DynamicCache without keys and values: .*keys"):
             attention(None, cross)
+
+
+@on_ranks(2)
+def test_a_checkpoint_of_one_linear(group: ProcessGroup) -> None:
+    """Backward repeats a linear of an attention outside of the attention's own code."""
+    dense = decoder("Llama")
+    model = fusedtp.parallelize(copy.deepcopy(dense), mesh_of(group))
+    for each in (dense, model):
+        for layer in each.model.layers:
+            layer.self_attn.q_proj = checkpoint_wrapper(layer.self_attn.q_proj)  # type: ignore[no-untyped-call]
+        each(input_ids=tokens_of()).logits.square().sum().backward()
+    gradients_are_those_of(model, dense)
 
 
 SHARED = ("layer", "norm", "in a group", "weight")

@@ -87,10 +87,15 @@ BAD: list[tuple[Callable[[], Any], str]] = [
      r"alike: model\.layers\.1 differs from model\.layers\.0, Llama"),
     (lambda: other("Glm4Moe", n_routed_experts=4, moe_intermediate_size=8),
      r"1\.mlp differs .*, Glm4MoeMoE and Glm4MoeMLP\. .* a plan of your own"),
+    # As wide as queries, keys and values, in another order.
+    (lambda: other("CodeGen", rotary_dim=4, num_key_value_heads=8),
+     r"what the 96 features of transformer\.h\.\*\.attn\.qkv_proj are"),
     (lambda: changed(one_weight, intermediate_size=32),
      r"model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1\.mlp\.down_proj\.weight, one parameter, are not"),
     (lambda: changed(unscaled), r"whether model\.layers\.\*\.self_attn, LlamaAttention, is an attention: it has no sc"),
     (lambda: changed(scaled), r"whether model\.layers\.\*\.mlp, LlamaMLP, is an attention: it has a scaling\. torch's"),
+    (lambda: changed(lambda m: setattr(m.model.layers[1].mlp, "activation_sparsity", 0.9)),
+     r"the features of model\.layers\.1\.mlp, and its activation_sparsity needs all"),
     (lambda: changed(normed), r"model\.layers\.0\.mlp\.up_proj is one with a parametrization"),
     *[(lambda kind=kind: other(kind), rf"model\.layers\.\*\.self_attn\.{name}, a parameter")
       for kind, name in (("GraniteSWA", "sinks"), ("Beam", "gate_bias"), ("Doge", "A"))],

@@ -526,6 +526,19 @@ def test_where_torch_has_its_own_code(group: ProcessGroup) -> None:
                 assert f"{SCATTER} runs torch's own code, as fusedtp refuses: x must be one of" in texts[1]
     assert (len(texts), theirs.call_count) == (0, 2)
     asked.assert_called_with(SCATTER)
+    # Its forward has run; backward says what is refused.
+    A, B = (each.to(torch.complex64) for each in given[:2])
+    for setup, backward, inputs in (
+        (drop_in._setup_scatter, drop_in._scatter_backward, ((A, B, *given[2:]),)),
+        (drop_in._setup_gather, lambda ctx, dy: drop_in._gather_backward(ctx, None, [dy]),
+         ((A, [B], 0, group.group_name), {})),
+    ):  # fmt: skip
+        ctx = mock.Mock(needs_input_grad=(True, True))
+        setup(ctx, *inputs, None)
+        with pytest.raises(
+            NotImplementedError, match=r"own code, which has no gradient, as fusedtp refuses: x must be"
+        ):
+            backward(ctx, A)
 
 
 @on_ranks(2)

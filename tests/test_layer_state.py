@@ -29,9 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fusedtp
 from fusedtp.bench.ranks import RankPool
+from fusedtp.hf.trainer import _split
+from fusedtp.styles.grouped import Unpack
 
 from .harness import on_ranks
 
@@ -309,6 +312,42 @@ def test_copies_dtypes_and_meta(group: ProcessGroup) -> None:
     for each in (empty.up, empty.down, empty.mix, empty.mlp.gate_up_proj, empty.mlp.down_proj):
         each.reset_parameters()
     assert torch.equal(empty(x), y)
+
+
+def as_the_last_rank(group: ProcessGroup) -> None:
+    """Act as the last of 4 x 2 ranks, with torch's backend "fake", in a process that is no rank any more."""
+    dist.destroy_process_group()
+    torch.manual_seed(0)
+    # Rows 9 to 16 are those of the last tensor rank, and 15 and 16 those of its last data rank.
+    first, second = nn.Linear(2, 17, bias=False).weight.detach(), torch.randn(17, 2)
+    dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
+    mesh = DeviceMesh("cpu", torch.arange(8).view(4, 2), mesh_dim_names=("dp", "tp"))
+    layer = fusedtp.ColumnParallelLinear(2, 17, bias=False, group=mesh["tp"])
+    packed = nn.Linear(2, 34, bias=False)
+    plan: dict[str, Any] = {f"parts.{i}": fusedtp.FusedColwiseParallel() for i in range(2)}
+    parallelize_module(parallelize_module(packed, mesh["tp"], Unpack([17, 17])), mesh["tp"], plan)
+    for module in (layer, packed):
+        fully_shard(module, mesh=mesh["dp"])
+    layer.load_state_dict({"weight": first})
+    packed.load_state_dict({"weight": torch.cat([first, second])})
+    for got, whole in zip((*layer.parameters(), *packed.parameters()), (first, first, second), strict=True):
+        assert isinstance(got, DTensor)
+        assert torch.equal(got.to_local(), whole[15:])
+    with torch.no_grad():
+        layer.weight.zero_()
+    torch.manual_seed(0)
+    layer.reset_parameters()
+    assert torch.equal(layer.weight.to_local(), first[15:])  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(layer.parameters())
+    saved = {**optimizer.state_dict(), "state": {0: {"exp_avg": second}}}
+    average = _split(saved, optimizer.param_groups)["state"][0]["exp_avg"]
+    assert torch.equal(average.to_local(), second[15:])
+
+
+def test_whole_states_on_two_axes_whose_lengths_do_not_divide() -> None:
+    """Rows are those of torch's fully_shard, which cuts them over the mesh's first axis last."""
+    with RankPool(1, timeout=100) as ranks:
+        ranks.run(as_the_last_rank)
 
 
 @on_ranks()

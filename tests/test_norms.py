@@ -96,6 +96,19 @@ def test_as_in_one_process(group: ProcessGroup, name: str, schedule: str) -> Non
     assert not norm(x).requires_grad
 
 
+class Dropout(nn.Module):
+    """A module that has only its name in common with nn.Dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+@on_ranks(2)
+def test_a_module_named_like_dropout(group: ProcessGroup) -> None:
+    ours = parallelize_module(Dropout(), mesh_of(group), FusedNormParallel(use_local_output=True))
+    assert torch.equal(ours(torch.ones(2, 3, FEATURES)), torch.full((2, 3, FEATURES), 3.0))
+
+
 @on_ranks(2)
 def test_as_torchs_style(group: ProcessGroup) -> None:
     """Equals torch's SequenceParallel for the same input, plain or in another layout, with the same defaults."""

@@ -110,7 +110,7 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
 
     The parameter may be split over further mesh axes, as by fully_shard.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
         raise RuntimeError(
@@ -122,8 +122,31 @@ def fill(parameter: Tensor, values: Tensor, dim: int | None, sizes: Sequence[int
         values = dense.new_zeros(parameter.shape)
         for rank, (first, size) in enumerate(zip(offsets(sizes), sizes, strict=False)):
             values.narrow(dim, rank * longest, size).copy_(dense.narrow(dim, first, size))
-    # Nothing is sent: every rank keeps its part of its own copy.
-    parameter.copy_(distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    parameter.copy_(part_of(values, parameter))
+
+
+def part_of(values: Tensor, like: DTensor) -> DTensor:
+    """Return whole `values`, which every rank has, as a DTensor in the layout of `like`; nothing is sent.
+
+    torch's distribute_tensor cuts in the order of the mesh's axes. fully_shard cuts what later axes have cut already:
+    where lengths do not divide, those are other rows.
+    """
+    from torch.distributed.tensor import DTensor
+
+    mesh, own = like.device_mesh, values.detach()
+    # `split_factor` of fully_shard's placement: the number of parts that there were before its cut.
+    cuts = [(getattr(each, "split_factor", 1), axis, each) for axis, each in enumerate(like.placements)]
+    for _, axis, each in sorted(cuts, key=lambda cut: cut[:2]):
+        if not each.is_replicate():
+            dim: int = each.dim  # type: ignore[attr-defined]
+            sizes, rank = chunk_sizes(own.shape[dim], mesh.size(axis)), mesh.get_local_rank(axis)
+            own = own.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    here = local_of(like)
+    assert own.shape == here.shape, f"{like.placements} of {tuple(values.shape)}: {tuple(own.shape)}"
+    if not own.is_meta:
+        device = mesh.device_type if here.is_meta else here.device
+        own = own.to(device, copy=True, memory_format=torch.contiguous_format)
+    return DTensor.from_local(own, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def own_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -131,14 +154,11 @@ def own_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
 
     Every rank loads the same state. This is a pre-hook of load_state_dict.
     """
-    from torch.distributed.tensor import distribute_tensor
-
     own: Mapping[str, Any] = module._parameters
     for name, parameter in own.items():
         value: Any = state_dict.get(f"{prefix}{name}")
         if hasattr(parameter, "placements") and type(value) in PLAIN and value.shape == parameter.shape:
-            lies = parameter.device_mesh, parameter.placements
-            state_dict[f"{prefix}{name}"] = distribute_tensor(value.detach(), *lies, src_data_rank=None)
+            state_dict[f"{prefix}{name}"] = part_of(value, parameter)
 
 
 def part(parameter: Any, ndim: int) -> Tensor:

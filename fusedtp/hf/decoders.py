@@ -41,7 +41,18 @@ from ..styles.linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel,
 from ..styles.norms import AsGiven, FusedNormParallel
 from . import lora, meta
 from .inputs import CompareInputs, compare_given
-from .stack import OWN_PLAN, PLANS, Decoder, check_alike, check_own, check_split_tokens, decoder_of, has_own, is_norm
+from .stack import (
+    OWN_PLAN,
+    PLANS,
+    QKV,
+    Decoder,
+    check_alike,
+    check_own,
+    check_split_tokens,
+    decoder_of,
+    has_own,
+    is_norm,
+)
 from .tokens import (
     DrawWhole,
     Heads,
@@ -145,6 +156,12 @@ class _Planner:
 
     def _check_linears(self, child: str, names: Sequence[str]) -> None:
         for i, layer in enumerate(self._of.stack):
+            if getattr(layer.get_submodule(child), "activation_sparsity", 0) > 0:
+                # Gemma3n: features below a quantile of all are dropped.
+                raise NotImplementedError(
+                    f"parallelize splits the features of {self._of.layers}.{i}.{child}, and its activation_sparsity "
+                    "needs all of them"
+                )
             for name in names:
                 linear = layer.get_submodule(f"{child}.{name}")
                 if reason := "" if is_conv1d(linear) and not is_parametrized(linear) else unfit(linear):
@@ -206,7 +223,7 @@ class _Planner:
         per_head: int = getattr(child, "head_dim", 0) or getattr(child, "head_size", 0)
         if name in ("qkv_proj", "c_attn"):
             lengths = [queries * per_head, keys * per_head, keys * per_head]
-            if sum(lengths) != whole:
+            if self._of.kind not in QKV or sum(lengths) != whole:
                 raise NotImplementedError(f"parallelize does not know what the {whole} features of {path} are")
             return lengths, [queries, keys, keys]
         return [whole], [keys if name in ("k_proj", "v_proj") else queries]

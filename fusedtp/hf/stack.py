@@ -16,6 +16,10 @@ PLANS = {
     },
 }  # fmt: skip
 
+# Models whose packed `qkv_proj` or `c_attn` has all queries, then all keys, then all values, by model_type. CodeGen's
+# `qkv_proj`, as wide, is not so: it has queries, values and keys of a quarter of the heads, then of the next quarter.
+QKV = ("gpt2", "phi3", "phi4_multimodal")
+
 # Attention's linears in models whose own plan covers only experts, by model_type.
 _QKVO = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 ATTENTION = {

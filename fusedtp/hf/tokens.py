@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.overrides import TorchFunctionMode
 
 from ..styles.linears import TOKENS, Derived, FusedColwiseLinear, FusedColwiseParallel, Tokens, derived, distribute
-from ..torch_private import is_random
+from ..torch_private import graph_task, is_random
 
 # Hooks are functions of this module, so that torch.save can save a model with them.
 
@@ -111,7 +111,8 @@ def _attention_after(module: Any, args: tuple[Any, ...], output: Any) -> None:
 
 def _inside(attention: Any, module: nn.Module, args: tuple[Any, ...]) -> None:
     # Code around an attention, such as peft's AdaptionPrompt, has parameters that each rank would use for its heads.
-    if not attention.is_running:
+    # In a backward pass, a checkpoint of a linear alone repeats it.
+    if not attention.is_running and graph_task() == -1:
         kind = type(attention).__name__
         raise NotImplementedError(
             f"parallelize has split this {kind} by heads, and only the code of {kind} may call its linears: put "

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from ..calls.parameters import part_of
 from .pretrained import on_all_ranks
 
 # Methods of Trainer that are overridden here, with their parameters.
@@ -230,7 +231,7 @@ def _split(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any
     def part(name: str, value: Any, of: Tensor) -> Any:
         if name == "step" or not isinstance(of, DTensor) or getattr(value, "shape", None) != of.shape:
             return value
-        return distribute_tensor(value.to(of.device), of.device_mesh, of.placements, src_data_rank=None)
+        return part_of(value, of)
 
     by_number = {
         number: {name: part(name, value, parameter) for name, value in values.items()}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..calls.parameters import watch
+from ..calls.parameters import part_of, watch
 from ..scaled import check_dense
 from ..torch_private import is_wrapped
 from .linears import (
@@ -114,7 +114,12 @@ class FusedGroup(ParallelStyle):
     - `names`: of the linears in the module that the style is for: FusedGroup("q_proj", "k_proj", "v_proj").
     - `pieces`: by name, the number of pieces that a linear's rows have, such as key and value heads, if that may be
       fewer than the ranks. Several ranks then use the same piece, and each has the whole weight.
-    - `options`: those of FusedColwiseParallel.
+    - `options`: those of FusedColwiseParallel. With fewer pieces than ranks, `output_layouts` must be Shard(-1) and
+      `use_local_output` True.
+
+    Applying the style raises what FusedColwiseParallel raises, and ValueError if a linear is not there, or if its rows
+    or its pieces cannot be shared out evenly: of pieces and ranks, one must be a multiple of the other. Nothing is
+    changed then.
 
     The module's code is unchanged and sees its input as given: x.shape of a plain shard is this rank's part, of a
     DTensor the whole. The first linear that the module calls with an input computes the results of all. Calls with
@@ -138,6 +143,9 @@ class FusedGroup(ParallelStyle):
         self.pieces = dict(pieces or {})
         if unknown := [name for name in self.pieces if name not in names]:
             raise ValueError(f"pieces must be of {', '.join(names)}, got {unknown[0]!r}")
+        for name, count in self.pieces.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"pieces of {name!r} must be an int of at least 1, got {count!r}")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linears: list[Any] = []
@@ -150,8 +158,10 @@ class FusedGroup(ParallelStyle):
             raise ValueError(f"a FusedGroup is of different linears: {', '.join(self.names)} are not")
         self.style.src_data_rank, self.style.tokens = self.src_data_rank, self.tokens
         together = _Together()
-        for linear in linears:
+        for name, linear in zip(self.names, linears, strict=True):
             self.style.check(linear, device_mesh)
+            if name in self.pieces:
+                self._check_pieces(name, linear.out_features, device_mesh.size())
         # Parameters that several linears share stay one. Ties to other modules are searched before `parameters` refers
         # to them: a parameter without other references needs no search.
         ids = Counter(id(each) for linear in linears for each in linear.parameters())
@@ -180,6 +190,19 @@ class FusedGroup(ParallelStyle):
         # After a call that uses only some linears, drop the results of the others.
         module.register_forward_hook(partial(_clear, together), always_call=True)
         return module
+
+    def _check_pieces(self, name: str, rows: int, num_ranks: int) -> None:
+        count, output, is_local = self.pieces[name], self.style.output_layouts, self.style.use_local_output
+        if num_ranks % count and count % num_ranks:
+            raise ValueError(f"pieces of {name!r}: {count} pieces and {num_ranks} ranks, neither is a multiple")
+        if rows % count:
+            raise ValueError(f"pieces of {name!r}: {rows} rows cannot be cut into {count} pieces of one length")
+        if count < num_ranks and not (is_local and output == Shard(-1)):
+            # DTensor has no layout in which several ranks have the same piece.
+            raise ValueError(
+                f"pieces of {name!r}: {count}, fewer than {num_ranks} ranks, need output_layouts Shard(-1) and "
+                f"use_local_output True, got {output!r} and {is_local}"
+            )
 
     def __repr__(self) -> str:
         pieces = f"pieces={self.pieces}, " if self.pieces else ""
@@ -223,8 +246,8 @@ class Unpacked(nn.Module):
                 rows = whole.t() if self.transposed and whole.ndim == 2 else whole
                 for i, own in enumerate(rows.split([features(each) for each in self.parts])):
                     here: Any = self.parts[i]._parameters[name]
-                    if isinstance(here, DTensor) and not isinstance(own, DTensor):
-                        own = distribute_tensor(own, here.device_mesh, here.placements, src_data_rank=None)
+                    if isinstance(here, DTensor) and not isinstance(own, DTensor) and own.shape == here.shape:
+                        own = part_of(own, here)
                     state_dict[f"{prefix}parts.{i}.{name}"] = own
         super()._load_from_state_dict(state_dict, prefix, *args)
 

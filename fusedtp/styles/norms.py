@@ -60,7 +60,7 @@ class FusedNormParallel(ParallelStyle):
         names = tuple(name for name, each in module.named_parameters(recurse=False))
         distribute(module, device_mesh, self.src_data_rank)
         values = tuple((name, _Own(name)) for name in names)
-        cls = derived((FusedDropout if kind == "Dropout" else FusedNorm, type(module)), values)
+        cls = derived((FusedDropout if type(module) is nn.Dropout else FusedNorm, type(module)), values)
         attributes = {name: getattr(self, name) for name in ("split", "tokens", "use_local_output")}
         return convert(module, cls, gradients=Sum(device_mesh, self.schedule), **attributes)
 
