@@ -171,7 +171,8 @@ class _Lane:
         work = _InFlight(self._key, op, function)
         with self._changed:
             # The thread first: an interruption here leaves no op behind that nobody runs.
-            if self._thread is None:
+            # A thread that could not be started is no thread.
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name=f"fusedtp-lane {self._key[1]}", daemon=True)
                 self._thread.start()
             self.ops.append(work)
@@ -214,13 +215,13 @@ class _OnStream(dist.Work):
         self._device = tensors[0].device
         side, main = _stream(key, self._device), torch.cuda.current_stream(self._device)
         side.wait_stream(main)
+        for each in tensors:
+            # The caller may free them before the stream has come this far, also if the op raises.
+            each.record_stream(side)
         with torch.cuda.stream(side):
             function()
         self._ended = torch.cuda.Event()
         self._ended.record(side)
-        for each in tensors:
-            # The caller may free them before the stream has come this far.
-            each.record_stream(side)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the current stream wait for the op."""

@@ -2,8 +2,8 @@
 
 Ranks must run a group's ops in the same order. Concurrent threads would run ops in another order on every rank, and
 unrelated ops would read each other's signals. So a call is refused while another op of its group runs. A queue would
-not help, because its order would differ between ranks. Concurrent threads may use different groups. Threads may share a
-group if the program orders their ops in the same way on all ranks.
+not help, because its order would differ between ranks. Concurrent threads may use different groups, on GPUs if the
+program orders the ops of all groups alike on all ranks. Threads may share a group in the same way.
 
 A caller that is interrupted after an op, but before it has the result, makes the call again. The repeated op would meet
 the peers' next op. So a workspace stores the call of its last op, and refuses an op of another call until the stored
@@ -26,8 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _REFUSALS = {
-    "group": "on the same group, {name!r}: ranks would run the two in different orders. Use a group for each thread, "
-    "torch.distributed.new_group(), or let one thread wait for the other on all ranks alike",
+    "group": "on the same group, {name!r}: ranks would run the two in different orders. Let one thread wait for the "
+    "other on all ranks alike, or on a CPU use a group for each thread, torch.distributed.new_group()",
     "lane": "on the same group, {name}: ranks would run the two in different orders. Let one thread make all calls of "
     "a lane, or let one thread wait for the other on all ranks alike",
     "interpreter": "in Triton's interpreter, which runs one kernel at a time in a process: use schedule 'decomposed' "

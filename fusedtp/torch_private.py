@@ -135,8 +135,14 @@ def unregister_group(name: str) -> None:
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
-    """Return a new uint8 tensor of symmetric memory (torch/distributed/_symmetric_memory)."""
+    """Return a new uint8 tensor of symmetric memory (torch/distributed/_symmetric_memory).
+
+    Raises RuntimeError if there is no memory, or if another backend than torch's own for CUDA would make it.
+    """
     memory = torch._C._distributed_c10d._SymmetricMemory
+    # Others, such as NVSHMEM, allocate and free collectively over the job, and ranks would wait for each other here.
+    if (backend := memory.get_backend(device)) not in (None, "CUDA"):
+        raise RuntimeError(f"torch's symmetric memory is {backend}'s here, by TORCH_SYMMMEM or set_backend, not CUDA's")
     return memory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 

@@ -22,6 +22,7 @@ from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -393,8 +394,16 @@ class CudaMemory:
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, gpu: Gpu | None = None, seconds: float = MEET_SECONDS
     ) -> None:
-        self._group, self._gpu, self._seconds = group, gpu or Gpu(device), seconds
+        # Weak: the memory goes with the group's last reference (`registry`).
+        self._group, self._gpu, self._seconds = ref(group), gpu or Gpu(device), seconds
         self.rank, self.world_size = group.rank(), group.size()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the group, which the caller keeps alive."""
+        group = self._group()
+        assert group is not None
+        return group
 
     def allocate(self, num_bytes: int, header: Tensor, exchange: Exchange | None = None) -> Arena:
         """Allocate as `Memory.allocate` does.
@@ -448,7 +457,7 @@ class CudaMemory:
         # torch's handle, and the multicast address if all ranks have one.
         handle, failure, multicast = None, None, 0
         try:
-            handle = meet(lambda group: self._gpu.rendezvous(own, group), self._group, name, self._seconds)
+            handle = meet(lambda group: self._gpu.rendezvous(own, group), self.group, name, self._seconds)
             multicast = self._gpu.multicast(handle)
         except RuntimeError as error:
             failure = error
@@ -467,7 +476,7 @@ class CudaMemory:
     def _exchange(self, mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * self.world_size
         with self._gpu.current():
-            dist.all_gather_object(everyone, mine, group=self._group)
+            dist.all_gather_object(everyone, mine, group=self.group)
         return everyone
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -86,9 +87,15 @@ def now_ms() -> int:
 
 
 def _look(ending: bool) -> None:
-    for each in list(_looks.values()):
-        if (look := each()) is not None:
+    for address, each in list(_looks.items()):
+        if (look := each()) is None:
+            continue
+        try:
             look(ending)
+        except Exception:
+            # As on a broken device. The time goes on for the other waits.
+            _looks.pop(address, None)
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 def drive(block: Tensor, look: Callable[[bool], None] | None = None) -> None:
@@ -143,6 +150,11 @@ def stop() -> None:
     for word in left:
         word.value = ctypes.c_int32(now_ms() + _BEYOND_ANY_BUDGET_MS).value
     _look(True)
+
+
+def is_here() -> bool:
+    """Return whether the clock's thread calls this."""
+    return isinstance(threading.current_thread(), _Clock)
 
 
 def _detached() -> _Clock | None:

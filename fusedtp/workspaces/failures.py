@@ -104,7 +104,7 @@ class Failing:
     def _check(self) -> None:
         """Raise the failure that a kernel has reported. On a GPU, reports may arrive later."""
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)
         if self._report[signal.REPORT.value]:
             peer, wait, expected, seen = self._report[signal.REPORT.value : signal.REPORT_SEEN.value + 1].tolist()
             slot, op = divmod(wait, signal.NUM_OPS.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -21,7 +22,7 @@ from ..groups import Group
 from ..memory import Unreachable
 from ..memory.cuda import CudaMemory
 from ..memory.posix import PosixMemory
-from . import generation, timeouts
+from . import clock, generation, timeouts
 from .rendezvous import StoreExchange
 from .workspace import Workspace
 
@@ -192,8 +193,12 @@ def _group_gone(made_for: ref[dist.ProcessGroup]) -> None:
     # The group's last reference is gone.
     if sys.is_finalizing():
         return
-    for key in [key for key, each in list(_made_for.items()) if each is made_for]:
-        _forget(key)
+    give_back = partial(_forget_all, [key for key, each in list(_made_for.items()) if each is made_for])
+    if clock.is_here():
+        # Giving back waits for kernels, whose waits may end by the clock alone.
+        threading.Thread(target=give_back, name="fusedtp-gone").start()
+    else:
+        give_back()
 
 
 # A forked child's copies of its parent's workspaces. They are kept unused: closing them may need the parent's GPU.

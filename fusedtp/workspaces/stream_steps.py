@@ -102,7 +102,11 @@ class StreamSteps(DeviceSteps):
         words = self._ws.host_block.numpy()
         if self._last is None:
             words[_BEGUN] = words[_ENDED] = wrapping_difference(epoch, 1)
+        stream = torch.cuda.current_stream(self._ws.device) if self._ws.device.type == "cuda" else None
         while not raised(int(words[_ENDED]), wrapping_difference(epoch, 2)):
+            if stream is not None:
+                # Raises the error of a device that is broken: its streams never end the op.
+                stream.query()
             time.sleep(_POLL_SECONDS)
 
     def look(self, ending: bool = False) -> None:

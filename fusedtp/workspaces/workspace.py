@@ -217,11 +217,8 @@ class Workspace(Failing):
         if half_bytes > grown:
             grown = -(-max(half_bytes, grown * 3 // 2) // 4096) * 4096
         slots = max(self.slots, 2 * slots) if slots > self.slots else self.slots
-        if not self._memory.exchanges:
-            self._allocate(grown, slots, self.epoch, None)
-            return
         try:
-            self._allocate(grown, slots, self.epoch, ArenaExchange(self))
+            self._allocate(grown, slots, self.epoch, ArenaExchange(self) if self._memory.exchanges else None)
         except RanksDisagree:
             raise
         except (Unreachable, ValueError) as error:
@@ -254,22 +251,30 @@ class Workspace(Failing):
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """Return the row offsets of `sizes` on the device (int32, world_size + 1)."""
-        table = self._tables.get(sizes)
+        table, capturing = self._tables.get(sizes), self._capturing()
         if table is None:
-            if len(self._tables) >= _MAX_TABLES and not self._capturing():
-                oldest = self._tables.pop(next(iter(self._tables)))
-                if self.device.type == "cuda":
-                    # This op's stream waits for the ops of all streams, which may read the table.
-                    oldest.record_stream(torch.cuda.current_stream(self.device))
-            table = self._tables[sizes] = self._made_table(sizes)
-        if not self._on_host and self._capturing():
+            table = self._made_table(sizes, capturing)
+            if not capturing:
+                if len(self._tables) >= _MAX_TABLES:
+                    oldest = self._tables.pop(next(iter(self._tables)))
+                    if self.device.type == "cuda":
+                        # This op's stream waits for the ops of all streams, which may read the table.
+                        oldest.record_stream(torch.cuda.current_stream(self.device))
+                self._tables[sizes] = table
+        if capturing:
             self._captured.append(table)
         return table
 
     @outside_inference
-    def _made_table(self, sizes: tuple[int, ...]) -> Tensor:
-        if self._on_host or self._capturing():
+    def _made_table(self, sizes: tuple[int, ...], capturing: bool) -> Tensor:
+        if self._on_host:
             return torch.tensor(offsets(sizes), dtype=torch.int32, device=self.device)
+        if capturing:
+            # A capture refuses copies from the host. The numbers are there in replays only, so no other op may read it.
+            table = torch.empty(len(sizes) + 1, dtype=torch.int32, device=self.device)
+            for each, begin in zip(table, offsets(sizes), strict=True):
+                each.fill_(begin)
+            return table
         # A copy from pageable memory would wait for the device.
         table = torch.tensor(offsets(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         return table.to(self.device, non_blocking=True)
@@ -319,7 +324,8 @@ class Workspace(Failing):
             # The last op was interrupted outside of any handler.
             self._abandon(self._op, None)
         if self.failure is not None:
-            raise self.failure
+            # Without the frames of the calls that were refused before, and their tensors.
+            raise self.failure.with_traceback(None)
         self._op, self._progress = op, _NOTHING_SENT
         if self._report[_REPORT]:
             self._check()
