@@ -79,6 +79,27 @@ def test_each_suite_has_a_verdict_and_totals_of_its_own(make_row: MakeRow) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("count", "faster", "slower", "said"),
+    [
+        (1, 1, 0, "Gain"), (8, 3, 1, "Gain"), (3, 1, 0, "No clear gain"), (60, 0, 0, "No gain"),
+        (60, 2, 1, "No clear gain"), (60, 5, 1, "Gain"), (60, 5, 5, "No clear gain"),
+    ],
+)  # fmt: skip
+def test_a_gain_is_more_than_chance_gives(make_row: MakeRow, count: int, faster: int, slower: int, said: str) -> None:
+    times = [1.0] * faster + [4.0] * slower + [2.0] * (count - faster - slower)
+    for launches, why in (((), "of one launch; launches differ by more: --launches 3"), ((10, 10), "over launches")):
+        rows = [
+            make_row(M=M, variant=name, median_ms=ms, launches=launches)
+            for M, mine in enumerate(times, 1) for name, ms in (("unfused", 2.0), ("decomposed", mine))
+        ]  # fmt: skip
+        told = tables.verdict(frame_of(rows))[0]
+        counts = f"{faster} of {count} cases, slower in {slower}, no difference in the others (95 % intervals "
+        assert told.startswith(f"{said}: decomposed is faster than unfused in {counts}")
+        assert why in told
+    assert f"about {0.025 * count:.1f} are faster by chance" in told
+
+
 def test_auto_is_left_out_where_it_ran_the_code_of_another(make_row: MakeRow) -> None:
     rows = [make_row(variant=name, median_ms=1.0) for name in ("unfused", "decomposed")]
     for path, left in (("decomposed: asked", 2), ("unfused: few", 2), ("fused: many", 3), ("", 2)):
