@@ -305,6 +305,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
     variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
     for shared, medians in found:
         line = {"ranks" if name == "world_size" else name: value for name, value in shared.items() if name != "machine"}
+        line |= {"graph": "yes" * bool(shared["graph"]), "nodes": shared["nodes"] if shared["nodes"] > 1 else None}
         line |= {f"{name}\nms": medians.get(name) for name in variants}
         # On one rank all schedules are the library's matmul, and what differs is noise.
         several = shared["world_size"] > 1

@@ -348,5 +348,9 @@ def test_block_totals_are_sums_of_rows_that_all_passed() -> None:
     assert {name for name in total if name.endswith("ms")} == {"matmul\nms", "comm\nms", "unfused\nms"}
     assert total["our\nfastest"] == "unfused"
     assert totals([row for row in rows if row.layer != LAYERS[0]]) == []
-    # rows of two commits are not added
-    assert totals([replace(row, commit=row.layer) for row in rows]) == []
+    # rows of two commits, or of two states of a tree with changes, are not added
+    for changed in ("commit", "digest", "torch"):
+        assert totals([replace(row, **{changed: row.layer}) for row in rows]) == []
+    assert totals([replace(row, dirty=row.layer == LAYERS[0]) for row in rows]) == []
+    # with graphs and without are two totals
+    assert [each.get("graph") for each in totals([*rows, *(replace(row, graph=True) for row in rows)])] == ["", "yes"]

@@ -40,9 +40,10 @@ def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow
     assert found.loc[("unfused", 2), "scaling"] == pytest.approx(16 / 10 / 2)
     assert found.loc[("auto", 2), "over_best"] == pytest.approx(10 / 8)
     assert found["over_best"].notna().sum() == 2
-    # Of another commit's time on one rank nothing can be said.
-    other = frame_of([replace(alone[0], commit="another"), *case_rows(make_row, 64, 2, 8.0)])
-    assert other["scaling"].dropna().tolist() == [1.0]
+    # Of other code's time on one rank nothing can be said.
+    for changed in ({"commit": "another"}, {"dirty": True}, {"digest": "another"}, {"torch": "another"}):
+        other = frame_of([replace(alone[0], **changed), *case_rows(make_row, 64, 2, 8.0)])
+        assert other["scaling"].dropna().tolist() == [1.0]
     on_two = frame_of([replace(alone[0], gpu="H100", num_gpus=8, world_size=8, nodes=2)])
     assert on_two["hardware"].tolist() == ["8x H100 on each of 2 nodes"]
     assert fast_p(frame) == {"auto": pytest.approx([10 / 8, 10 / 5])}
