@@ -153,7 +153,8 @@ def table_of(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, 
             "fastest": each.winner, "speed-up": each.speedup,
             "by": each.algorithm if each.work.kind == "all_reduce" else None,
             **{f"{name}\n{unit}": time and time * per_us for name, time in parts.items()},
-            "hidden": each.efficiency(each.winner), "sent\nMB": each.sent_bytes / 1e6, "GFLOP": each.flops / 1e9,
+            "of unfused\nhidden": each.efficiency(each.winner), "sent\nMB": each.sent_bytes / 1e6,
+            "GFLOP": each.flops / 1e9,
         })  # fmt: skip
     title = f"predicted, not measured: {first.op}, {first.work.dtype}, {first.hardware}"
     # With replicas, the network's columns are what was asked for.

@@ -170,9 +170,10 @@ def doctor(
     console, machine = Console(), describe()
     for title, lines in examined.sections(machine).items():
         _section(console, title, lines)
-    # Try two real ranks, for a few seconds.
+    # Try real ranks, one for each GPU, for a few seconds.
+    count = max(2, machine.num_gpus)
     try:
-        with RankPool(2, timeout=60.0, env=rank_environment(machine.num_gpus, 2)) as pool:
+        with RankPool(count, timeout=60.0, env=rank_environment(machine.num_gpus, count)) as pool:
             reached, detail = pool.run(examined.reachable)[0]
     except RankError as error:
         reached, detail = False, f"trying it failed: {error}"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 # Fields that may differ between comparable runs, but must be shown.
-_CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver")
+_CONDITIONS = ("threads", "backend", "python", "torch", "triton", "driver", "cuda", "nccl", "nccl_env")
 # Largest number of rows of one kind that are listed; more are only counted.
 _LISTED = 3
 

@@ -8,7 +8,7 @@ A line is a row with derived columns:
 - `speedup`, `low`, `high`: unfused over the variant, medians of the same interleaved rounds, and the interval.
 - `overlap`, `overlap_low`, `overlap_high`: the same of sequential over the variant.
 - `over_best`, `best_low`, `best_high`: the same of the fastest implementation that is not ours.
-- `scaling`: the time of one rank, of the same whole problem and commit, over this one's and over the number of ranks.
+- `scaling`: the time of one rank, of the same whole problem and code, over this one's and over the number of ranks.
 
 Names are categories, so lines and the parts of every `groupby` come in the order in which they are shown.
 """
@@ -102,10 +102,14 @@ def frame_of(rows: Iterable[Measurement]) -> pd.DataFrame:
 _NOTHING = {"place": 0, "over_best": 1.0, "best_low": 1.0, "best_high": 1.0, "scaling": 1.0}
 
 
+# Columns that tell timed code apart: trees with changes have one commit.
+_CODE = ("commit", "dirty", "digest", "torch")
+
+
 def _whole(row: Measurement) -> tuple[Any, ...]:
-    # What rows on different numbers of ranks share. Those of another commit timed other code.
+    # What rows on different numbers of ranks share, the code that was timed among it.
     case = row.op, row.M, row.N, row.K, row.dtype, row.direction, row.model, row.layer, row.widths
-    return row.machine, row.commit, *case, row.graph
+    return row.machine, *(getattr(row, name) for name in _CODE), *case, row.graph
 
 
 _ANY = Measurement(
@@ -239,16 +243,17 @@ def bound(case: pd.DataFrame) -> tuple[float, str]:
 def blocks(frame: pd.DataFrame) -> list[tuple[dict[str, Any], dict[str, float]]]:
     """Return for each model's block and direction what its cases share, and the total ms of its matmuls by variant.
 
-    A variant has a total only if every matmul of the block passed its check and has a time, measured in one commit on
+    A variant has a total only if every matmul of the block passed its check and has a time, of the same code on
     one machine. Norms, attention itself and activations are not included.
     """
-    shared = ["model", "tokens", "world_size", "dtype", "direction", "machine"]
+    shared = ["model", "tokens", "world_size", "dtype", "direction", "machine", "graph", "nodes"]
     lines = timed(frame)
     lines = lines[(lines["suite"] == "ops") & (lines["model"] != "") & lines["layer"].isin(LAYERS)]
     found: Any = lines.groupby([*shared, "variant"], observed=True).agg(
-        ms=("median_ms", "sum"), rows=("layer", "size"), layers=("layer", "nunique"), commits=("commit", "nunique")
-    )
-    whole = (found["rows"] == len(LAYERS)) & (found["layers"] == len(LAYERS)) & (found["commits"] == 1)
+        ms=("median_ms", "sum"), rows=("layer", "size"), layers=("layer", "nunique"),
+        **{name: (name, "nunique") for name in _CODE},
+    )  # fmt: skip
+    whole = (found["rows"] == len(LAYERS)) & (found["layers"] == len(LAYERS)) & (found[list(_CODE)] == 1).all(axis=1)
     totals = found.loc[whole, "ms"].unstack("variant")
     return [
         (dict(zip(shared, key, strict=True)), {str(name): ms for name, ms in medians.dropna().items()})

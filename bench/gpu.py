@@ -30,7 +30,7 @@ from .gpu_kernels import DOWN, FEW, FUSED, KERNELS, UP, Size
 from .jobs import Job, duration
 from .providers import Missing
 from .ranks import RankError, RankPool, kept
-from .store import PASSED, Measurement, update
+from .store import NOT_RUN, PASSED, Measurement, read, update
 from .suites import SUITE_OF
 from .sweep import Budget, run_spawned
 
@@ -197,12 +197,22 @@ def load(group: ProcessGroup, jobs: Sequence[Job]) -> int:
     return sum(compiled)
 
 
+def add(path: Path, rows: Sequence[Measurement]) -> None:
+    """Add rows to a file, but for cases that did not run and that an earlier run of this machine has in it."""
+    ran = {
+        (row.machine, row.case)
+        for row in (*rows, *(read(path) if path.exists() else ())) if not row.gate.startswith(NOT_RUN)
+    }  # fmt: skip
+    new = {row.case for row in rows if not row.gate.startswith(NOT_RUN)}
+    update(path, [row for row in rows if row.case in new or (row.machine, row.case) not in ran])
+
+
 def run_item(item: Item, path: Path, machine: Machine, end: float) -> Counter[str]:
     """Run an item's jobs until its own time or the run's (`end`) is over; return the number of rows by status."""
     counts = Counter[str]()
 
     def done(job: Job, rows: list[Measurement]) -> None:
-        update(path, rows)
+        add(path, rows)
         for row in rows:
             last = row.gate.strip().splitlines()[-1]
             counts["failed" if row.failed else row.gate.partition(":")[0]] += 1

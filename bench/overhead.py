@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import fusedtp
 from fusedtp import trace
+from fusedtp.files import replace
 from fusedtp.machine import describe
 
 from .ranks import RankPool
@@ -75,6 +76,8 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
     `done` is called after each number of ranks.
     """
     machine, rows = describe(), []
+    # Rows of an older file may have fewer columns.
+    before = [pd.read_csv(out, keep_default_na=False, dtype=str)] if out.exists() else []
     with RankPool(2) as pool:
         for world_size in (1, 2):
             replies = pool.run(time_overhead, rounds, world_size=world_size)
@@ -90,9 +93,7 @@ def overhead(out: Path, rounds: int, done: Callable[[], object] = lambda: None) 
                 })  # fmt: skip
             done()
     frame = pd.DataFrame(rows)
-    # Rows of an older file may have fewer columns.
-    before = [pd.read_csv(out, keep_default_na=False, dtype=str)] if out.exists() else []
-    pd.concat([*before, frame]).to_csv(out, index=False)
+    replace(out, pd.concat([*before, frame]).to_csv(index=False).encode())
     return frame
 
 

@@ -7,7 +7,6 @@ escaped. A section is shown if the rows have data for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace as changed
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +22,7 @@ from . import figures, tables, theme, timeline
 from .cases import DIRECTIONS, SCHEDULES, SHORT_DTYPES, TITLES
 from .frames import CASE, compared, each, frame_of, parts, records, timed
 from .intervals import busy
-from .store import PASSED, Measurement
+from .store import COLUMNS, PASSED, Measurement
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,12 +223,13 @@ def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardwa
     """Return predicted rows of each timed schedule, for every measured forward case on two ranks or more.
 
     hardware_of: the table's entry for a number of ranks. The model does not use measured times. Operands are already in
-    the dtype of the matmul, as in the measurement. ValueError if the hardware has no number for a dtype.
+    the dtype of the matmul, as in the measurement. Layers have no prediction. ValueError if the hardware has no
+    number for a dtype.
     """
     found = []
     for row in rows:
         if row.variant in SCHEDULES and row.direction == "forward" and row.world_size > 1 and row.median_ms is not None:
-            if row.predicted:
+            if row.predicted or row.op not in cost.OPS:
                 continue
             machine = hardware_of(row.world_size)
             model = cost.predict(
@@ -241,11 +241,13 @@ def predictions(rows: Iterable[Measurement], hardware_of: Callable[[int], Hardwa
     return found
 
 
+# Columns of a prediction that are those of the measurement: the case, and its origin.
+_KEPT = (
+    *COLUMNS[: COLUMNS.index("median_ms")], *COLUMNS[COLUMNS.index("seed") : COLUMNS.index("gpu_before")],
+    "interpreted", "time_utc",
+)  # fmt: skip
+
+
 def _row(measured: Measurement, median_ms: float, hardware: str) -> Measurement:
-    nothing: dict[str, Any] = dict.fromkeys(
-        ("p20_ms", "p80_ms", "total_ms", "speedup_vs_unfused", "speedup_vs_sequential", "matmul_fraction", "tflops")
-    )
-    nothing |= dict.fromkeys(("algbw_gbps", "busbw_gbps", "bound_ms", "hidden", "max_error", "error_ratio"))
-    return changed(
-        measured, median_ms=median_ms, rounds=0, gate=PASSED, predicted=True, path=f"cost model, {hardware}", **nothing
-    )
+    kept = {name: getattr(measured, name) for name in _KEPT}
+    return Measurement(**kept, median_ms=median_ms, gate=PASSED, predicted=True, path=f"cost model, {hardware}")

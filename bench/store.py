@@ -1,9 +1,10 @@
 """Rows: one measurement each, with everything needed to judge it, stored as CSV under results/<machine>/.
 
 A file is only replaced as a whole (written beside, then renamed), after the existing file was read. If that file is
-malformed or foreign, the error names it, and it stays unchanged. Measuring a case again replaces all rows of that case,
-so the rows that are compared with each other come from one interleaved run. A file is refused if its rows contradict
-that: a median that is not of its own rounds, a ratio that is not of the case's medians, two commits in one case.
+malformed or foreign, the error names it, and it stays unchanged. Measuring a case again replaces all its rows of that
+machine, so the rows that are compared with each other come from one interleaved run. A file is refused if its rows
+contradict that: a median that is not of its own rounds, a ratio that is not of the case's medians, two commits in one
+case.
 """
 
 from __future__ import annotations
@@ -317,10 +318,10 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Measurement:
 
 
 def update(path: Path, rows: Sequence[Measurement]) -> list[Measurement]:
-    """Replace the file's rows of the same cases by `rows`; return all rows, old and new."""
-    measured = {row.case for row in rows}
+    """Replace the file's rows of the same machine and cases by `rows`; return all rows, old and new."""
+    measured = {(row.machine, row.case) for row in rows}
     before = read(path) if path.exists() else []
-    kept = [row for row in before if row.case not in measured]
+    kept = [row for row in before if (row.machine, row.case) not in measured]
     together = [*kept, *rows]
     write(path, together)
     return together

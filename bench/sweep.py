@@ -320,10 +320,7 @@ def run_spawned(
                 if budget and (why := budget.refused(failures)):
                     outcomes = [Outcome(name, each, not_run=why) for each in job.directions for name in job.variants]
                 else:
-                    if budget:
-                        left = budget.end - time.monotonic()
-                        job = replace(job, patience=min(budget.job_seconds, left))
-                    outcomes = run_on(pool, job, lost)
+                    outcomes = run_on(pool, job, lost, budget)
                 outcomes_of.setdefault(at, []).append(outcomes)
                 rows[at] = rows_of(job.case, together(outcomes_of[at]), machine)
                 if errors := [each.verdict.error for each in outcomes if each.verdict and each.verdict.error]:
@@ -351,13 +348,21 @@ def together(launches: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     return joined
 
 
-def run_on(pool: RankPool, job: Job, lost: dict[str, str]) -> list[Outcome]:
-    # Run a job without the providers in `lost`, to which those are added in whose calls ranks fail. A variant of ours
-    # in whose calls ranks fail is left out of this job alone: the others keep their times.
+def run_on(pool: RankPool, job: Job, lost: dict[str, str], budget: Budget | None = None) -> list[Outcome]:
+    """Run a job without the providers in `lost`, to which those are added in whose calls ranks fail.
+
+    A variant of ours in whose calls ranks fail is left out of this job alone: the others keep their times, if the
+    budget has time to run them again.
+    """
     left = job
     for name in lost:
         left = left.without(name, f"not tried again: it failed at {lost[name]}")
     while True:
+        if budget:
+            if why := budget.refused(Counter()):
+                rest = [(each, name) for each in left.directions for name in left.variants_of(each)]
+                return [*left.absent, *(Outcome(name, each, not_run=why) for each, name in rest)]
+            left = replace(left, patience=min(budget.job_seconds, budget.end - time.monotonic()))
         try:
             outcomes: list[Outcome] = pool.run(run_job, left, world_size=job.case.world_size, timeout=seconds_of(left))[
                 0

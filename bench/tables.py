@@ -305,6 +305,7 @@ def totals(frame: pd.DataFrame) -> CellTable:
     variants = [name for name in frame["variant"].cat.categories if any(name in medians for _, medians in found)]
     for shared, medians in found:
         line = {"ranks" if name == "world_size" else name: value for name, value in shared.items() if name != "machine"}
+        line |= {"graph": "yes" * bool(shared["graph"]), "nodes": shared["nodes"] if shared["nodes"] > 1 else None}
         line |= {f"{name}\nms": medians.get(name) for name in variants}
         # On one rank all schedules are the library's matmul, and what differs is noise.
         several = shared["world_size"] > 1
@@ -384,17 +385,35 @@ def verdict(frame: pd.DataFrame) -> list[str]:
     return [*lines, *(["On 1 rank nothing is sent: its rows are in the tables alone."] if alone.any() else [])]
 
 
+# The share of cases without a difference whose 95 % interval lies above 1.
+_BY_CHANCE = 0.025
+
+
+def beyond_chance(faster: int, count: int) -> bool:
+    """Return whether so many cases are faster in fewer than one of twenty sweeps of code that does not differ."""
+    from scipy import stats
+
+    return bool(stats.binom.sf(faster - 1, count, _BY_CHANCE) < 0.05)
+
+
 def _verdict(shown: pd.DataFrame, frame: pd.DataFrame) -> list[str]:
     # Return the lines of one suite. shown: its compared lines.
     lines = list[str]()
-    basis = "over launches" if shown["launches"].map(bool).all() else "over the rounds of one launch"
+    by_launch = shown["launches"].map(bool).all()
     # `auto` stands for our schedules where it alone was timed.
     schedules = set(SCHEDULES[1:]) & set(shown["variant"]) or {"auto"}
     for (name,), members in parts(shown[shown["variant"].isin(schedules)], "variant"):
-        rows, faster = records(members), (members["low"] > 1).sum()
-        where = f"{faster} of {len(members)} cases, slower in {(members['high'] < 1).sum()}"
-        gain = f"{'Gain' if faster else 'No gain'}: {name} is faster than {BASELINE} in {where}"
-        lines.append(f"{gain}, no difference in the others (95 % intervals {basis}).")
+        rows, count = records(members), len(members)
+        faster, slower = int((members["low"] > 1).sum()), int((members["high"] < 1).sum())
+        gain = "Gain" if faster > slower and beyond_chance(faster, count) else "No clear gain" if faster else "No gain"
+        basis = (
+            f"over launches; about {_BY_CHANCE * count:.1f} are faster by chance" if by_launch
+            else "over the rounds of one launch; launches differ by more: --launches 3"
+        )  # fmt: skip
+        lines.append(
+            f"{gain}: {name} is faster than {BASELINE} in {faster} of {count} cases, slower in {slower}, no difference "
+            f"in the others (95 % intervals {basis})."
+        )
         # A case without a significant difference may have any median.
         most = max([row for row in rows if row["low"] > 1] or rows, key=lambda row: row["speedup"])
         least = min([row for row in rows if row["high"] < 1] or rows, key=lambda row: row["speedup"])

@@ -3,8 +3,8 @@
 The schedules mark their spans (`fusedtp.trace`). Here they run on fresh ranks, each schedule after the gate and a few
 warm-up calls. Then come recorded rounds, in which the schedules take turns. All ranks enter a round through a barrier.
 The round whose slowest rank is the median is shown. On a CPU the host's work is recorded, everything but interpreted
-kernels. On a GPU spans are events on the streams that run the work, from a barrier on, behind a spin that covers the
-host; ranks begin together to within the barrier's skew.
+kernels. On a GPU spans are events on the streams that run the work, behind a spin that covers the host, and then a
+barrier, which the host does not wait for: ranks begin together to within the barrier's skew.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _on_host(run: Callable[[], object], group: ProcessGroup) -> Recorded:
 
 
 def _on_device(run: Callable[[], object], group: ProcessGroup) -> Recorded:
-    # Nanoseconds from this rank's first event, which follows a barrier on the stream and a spin of 10 ms.
+    # Nanoseconds from this rank's first event, which follows a spin of 10 ms and a barrier on the stream.
     import torch
     import torch.distributed as dist
 
@@ -147,8 +147,10 @@ def _on_device(run: Callable[[], object], group: ProcessGroup) -> Recorded:
         made.record()
         return made
 
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    token = torch.zeros(1, device="cuda")
     spin(FIRST_MS)
+    # Behind the spin, whose end depends on a GPU's clock.
+    dist.all_reduce(token, group=group)
     with trace.recording(event) as spans:
         begin = event()
         result = run()

@@ -237,7 +237,9 @@ def measure(
         # On a GPU a round takes longer than its calls: spins and flushes are part of it.
         if device.type != "cuda":
             spent = float(first[:, 0].sum()) / 1e3
-        clock.size([float(host_ms) for host_ms in _slowest(first[:, 1], group, device)])
+        # In the first round spins are longer.
+        saved = clock.size([float(host_ms) for host_ms in _slowest(first[:, 1], group, device)])
+        spent = max(spent - saved, 1e-9)
         count, counted = _agree_on_rounds(spent, seconds, rounds, group, device)
         # By runner and round: milliseconds of the call, and of the host that issued it.
         times = torch.empty(len(names), count, 2, dtype=torch.float64)
@@ -301,8 +303,9 @@ class _HostClock:
         elapsed_ms = (time.perf_counter() - start) * 1e3
         return elapsed_ms, elapsed_ms, result
 
-    def size(self, host_ms: Sequence[float]) -> None:
-        """Take the host's times of the first round, which are the times of the calls."""
+    def size(self, host_ms: Sequence[float]) -> float:
+        """Take the host's times of the first round; return 0, as later rounds take as long."""
+        return 0.0
 
     def told(self, name: str, timing: Timing, host_ms: Tensor) -> Timing:
         """Return the timing as it is."""
@@ -342,10 +345,12 @@ class _CudaClock:
         if self._group is not None:
             dist.all_reduce(self._token, group=self._group)
 
-    def size(self, host_ms: Sequence[float]) -> None:
-        """Set the spins by the host's times of the first round, the slowest rank's."""
+    def size(self, host_ms: Sequence[float]) -> float:
+        """Set the spins by the slowest host's times of the first round; return the seconds that a round saves by it."""
+        before = sum(self._spin_ms.values())
         for name, each in zip(self._spin_ms, host_ms, strict=True):
             self._spin_ms[name] = min(MOST_MS, max(LEAST_MS, 2 * each))
+        return (before - sum(self._spin_ms.values())) / 1e3
 
     def told(self, name: str, timing: Timing, host_ms: Tensor) -> Timing:
         """Return the timing with the host's median time, and the number of rounds in which it exceeds the spin."""

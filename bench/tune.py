@@ -25,10 +25,10 @@ from fusedtp.sharding.plan import ITEMSIZE
 
 from .cases import COLLECTIVES, EVERY_FLOAT8, OPS, SHAPES, SHORT_DTYPES, Case, Shape, schedules_here, size_of
 from .intervals import Timing, ratio
-from .jobs import Job, estimate, seconds_of
+from .jobs import Job, estimate
 from .ranks import RankPool
 from .store import PASSED
-from .sweep import rank_environment, run_job
+from .sweep import rank_environment, run_on
 from .timing import measure
 
 # A small, a medium and a large size, and one with much communication for its arithmetic.
@@ -118,8 +118,7 @@ def tune(
         for case in planned:
             n, found = case.world_size, time_case(pool, job_of(case, seconds, num_gpus), said)
             schedules = found.keys() - {"matmul"}
-            if case.op in OPS:
-                # The matmul alone is the library's, so it is never refused.
+            if "matmul" in found:
                 rate = 2 * case.M * case.N * case.K / n / found["matmul"].median_ms / 1e9
                 tflops[n][case.dtype] = max(rate, tflops[n][case.dtype])
             elif case.op == ALL_GATHER.name and len(schedules) > 1:
@@ -134,9 +133,13 @@ def tune(
 
 
 def time_case(pool: RankPool, job: Job, said: Callable[[str], None]) -> dict[str, Timing]:
-    """Return the times of each variant that passes; `said` is called for the others."""
+    """Return the times of each variant that passes; `said` is called for the others, also if their ranks fail."""
     found = {}
-    for outcome in pool.run(run_job, job, world_size=job.case.world_size, timeout=seconds_of(job))[0]:
+    outcomes = run_on(pool, job, {})
+    if any(outcome.verdict and outcome.verdict.error for outcome in outcomes):
+        # A workspace that lost a peer refuses further use.
+        pool.close()
+    for outcome in outcomes:
         if outcome.gate != PASSED:
             said(f"refused: {outcome.variant}: {outcome.gate}")
         elif outcome.timing is not None:

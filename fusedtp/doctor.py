@@ -192,8 +192,9 @@ def findings(machine: Machine, reached: bool, detail: str) -> Findings:
 
 
 def schedule_lines(found: Findings) -> Iterator[tuple[str, str]]:
-    """Yield each schedule, and whether two ranks on this machine can run it."""
-    yield "two ranks", found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
+    """Yield each schedule, and whether ranks on this machine can run it: one for each GPU, two at least."""
+    told = found.detail if found.reached else f"cannot reach each other's memory: {found.detail}"
+    yield f"{max(2, found.num_gpus)} ranks", told
     yield "unfused", "runs: torch.distributed alone"
     not_run = f"does not run: {found.lacks}" if found.lacks else ""
     yield "decomposed", not_run or "runs"

@@ -135,7 +135,10 @@ def decode_table(frame: pd.DataFrame) -> str:
     frame = frame[frame["world_size"] > 1].assign(variant=frame["variant"].replace({"fusedtp": "auto"}))
     heads = "ranks", "tokens", "speed-up over torch", "speed-up over DTensor", "at most, over torch"
     lines = [f"| {' | '.join(heads)} |", "|---:|---:|---:|---:|---:|"]
-    parts = [*frame.groupby(["world_size", "M"]), (("all", "all"), frame)]
+    # Ranks that outnumber the cores take turns, which says little of a larger machine.
+    cores = frame["cores"].iloc[0]
+    fitting = frame[frame["world_size"] <= cores]
+    parts = [*frame.groupby(["world_size", "M"]), ((f"at most {cores}", "all"), fitting)]
     for (ranks, tokens), part in parts:
         by_size = part.set_index(["world_size", "M", "N", "K"])
         ms = {name: by_size["median_ms"][by_size["variant"] == name] for name in ("auto", "local", "torch", "dtensor")}
@@ -148,7 +151,9 @@ def decode_table(frame: pd.DataFrame) -> str:
         "Linear, all-reduce, residual and RMSNorm of few tokens, forward, 8 calls in a row, host time included: "
         f"speed-ups of medians, geometric means over N x K of {', '.join(f'{N} x {K}' for N, K in sizes)}; "
         f"{first['dtype']}, {first.cpu} ({first.cores} cores), torch {first.torch}, commit {first.commit[:12]}. "
-        "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is torch with nothing sent.",
+        "torch: F.linear, gloo's all_reduce, +=, F.rms_norm. The last column is torch with nothing sent. "
+        "The last line leaves out ranks that outnumber the cores: they take turns, and their times say little about a "
+        "larger machine.",
     ]
     digests = set(frame["digest"]) if "digest" in frame else {""}
     if old := stale(digests, "decode"):

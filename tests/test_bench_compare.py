@@ -252,6 +252,9 @@ def test_what_cannot_be_compared_is_kept_apart(make_row: MakeRow) -> None:
         assert sorted(change.after.variant for change in changes) == variants
     assert conditions([base], [base]) == []
     assert conditions([base], [replace(base, threads=2)]) == ["threads: 0 in A, 2 in B"]
+    others = [replace(base, cuda="13.0", nccl="2.28.9", nccl_env="NCCL_ALGO=Ring")]
+    named = [line.partition(":")[0] for line in conditions([base], others)]
+    assert named == ["cuda", "nccl", "nccl_env"]
 
 
 def test_command(make_row: MakeRow, tmp_path: Path) -> None:

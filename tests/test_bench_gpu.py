@@ -14,19 +14,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fusedtp.bench import checks, gpu, gpu_kernels, store
+from fusedtp.bench import checks, gpu, gpu_kernels, store, sweep
 from fusedtp.bench.gpu import Item, kernel, load, named, plan, run_all, run_item
 from fusedtp.bench.gpu_kernels import KERNELS, Kernel, Launch
+from fusedtp.bench.intervals import Timing
 from fusedtp.bench.providers import Missing
-from fusedtp.bench.ranks import PRELOAD, RankPool
+from fusedtp.bench.ranks import PRELOAD, RankError, RankPool
 from fusedtp.bench.store import Measurement, Outcome
 from fusedtp.bench.sweep import NOT_REACHED, Budget, run_job
+from fusedtp.bench.timing import Verdict
 from fusedtp.kernels import latency
 from fusedtp.kernels.cores import WARP_SPECIALISED
 from fusedtp.kernels.loading import is_only_loading
@@ -157,6 +160,35 @@ def test_what_hangs_is_ended_and_the_rest_is_not_reached(by_planted: None, tmp_p
     (row,) = store.read(tmp_path / "late.csv")
     assert row.gate == f"not run: {NOT_REACHED}"
     assert counts == {"not run": 1}
+
+
+def test_variants_that_hang_spend_the_items_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+
+    def hangs(fn: object, job: gpu.Job, world_size: int, timeout: float) -> None:
+        now[0] += timeout
+        raise RankError({0: f"late by {timeout:g} s"}, {0: f"1 forward {job.variants[-1]}"})
+
+    monkeypatch.setattr(sweep, "time", mock.Mock(monotonic=lambda: now[0]))
+    job, budget = planted("base", "one", "two", "three"), Budget(now[0] + 100.0, job_seconds=60.0)
+    found = {each.variant: each.gate for each in sweep.run_on(mock.Mock(run=hangs), job, {}, budget)}
+    assert now[0] == 200.0
+    assert "late by 60 s" in found.pop("three")
+    assert "late by 40 s" in found.pop("two")
+    assert found == dict.fromkeys(("base", "one"), f"not run: {NOT_REACHED}")
+
+
+def test_a_run_keeps_what_it_does_not_reach_and_what_other_machines_measured(tmp_path: Path) -> None:
+    path, job, here = tmp_path / "rows.csv", planted("base"), describe()
+    timed = [Outcome("base", "forward", Verdict(), Timing.of([1.0] * 3))]
+    absent = [Outcome("base", "forward", not_run=NOT_REACHED)]
+    for name, outcomes in (("h100", timed), ("b200", absent), ("b200", timed), ("h100", absent), ("b200", absent)):
+        gpu.add(path, store.rows_of(job.case, outcomes, replace(here, name=name)))
+    assert [(row.machine, row.median_ms) for row in store.read(path)] == [("h100", 1.0), ("b200", 1.0)]
+    # What runs again is replaced, also by a failure.
+    gpu.add(path, store.rows_of(job.case, [*absent, Outcome("raises", "forward", Verdict(error="no"))], here))
+    gpu.add(path, store.rows_of(job.case, [Outcome("base", "forward", Verdict(error="no"))], here))
+    assert [row.gate for row in store.read(path)] == ["passed", "passed", "no"]
 
 
 def test_three_failures_alike_end_an_item(by_planted: None, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fusedtp import machine
-from fusedtp.bench import peers, providers, tables
+from fusedtp.bench import arguments, peers, providers, tables
 from fusedtp.bench.cases import (
     BOUNDS,
     CHECK_SHAPES,
@@ -72,6 +72,20 @@ def test_plan_covers_by_default_every_op_world_size_dtype_and_direction_and_else
     assert asked == {((*BOUNDS, "unfused", "sequential", "decomposed"), ("forward",))}
     both = plan(replace(request, directions=("backward", "both")), 0)
     assert {job.directions for job in both} == {("backward", "both")}
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_is_asked_for_twice_runs_once(suite: str) -> None:
+    """The rows of a case that ran twice would be refused as a file."""
+    name, size = ("shapes", (8, 8, 8)) if suite == "ops" else ("sizes", (64,) * len(SUITES[suite].lengths))
+    model = Request((2,), suites=(suite,), models=("small",), tokens=(64,))
+    shape: Any = replace(Request((2,), suites=(suite,)), **{name: (size,)})
+    for once, twice in (
+        (model, replace(model, world_sizes=(2, 2), models=("small",) * 2, tokens=(64, 64))),
+        *([(shape, replace(shape, world_sizes=(2, 2), **{name: (size, size)}))] if suite != "block" else []),
+    ):
+        assert plan(twice, 0) == plan(once, 0)
+    assert arguments.ranks("2,4,2") == (2, 4)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT8, MXFP8])
@@ -334,5 +348,9 @@ def test_block_totals_are_sums_of_rows_that_all_passed() -> None:
     assert {name for name in total if name.endswith("ms")} == {"matmul\nms", "comm\nms", "unfused\nms"}
     assert total["our\nfastest"] == "unfused"
     assert totals([row for row in rows if row.layer != LAYERS[0]]) == []
-    # rows of two commits are not added
-    assert totals([replace(row, commit=row.layer) for row in rows]) == []
+    # rows of two commits, or of two states of a tree with changes, are not added
+    for changed in ("commit", "digest", "torch"):
+        assert totals([replace(row, **{changed: row.layer}) for row in rows]) == []
+    assert totals([replace(row, dirty=row.layer == LAYERS[0]) for row in rows]) == []
+    # with graphs and without are two totals
+    assert [each.get("graph") for each in totals([*rows, *(replace(row, graph=True) for row in rows)])] == ["", "yes"]

@@ -181,6 +181,7 @@ def test_sizes_are_those_that_ranks_can_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "said"), [
     (("--suite", "mlp", "--op", OPS[0]), "--op chooses among the suite ops"),
     (("--suite", "mlp,block", "--shape", "8,8,8"), "--shape has the lengths of one suite"),
+    (("--suite", "block", "--shape", "8,8,8"), "a block has heads besides its lengths: give --model"),
     (("--suite", "mlp", "--shape", "8,8,8", "--tokens", "64"), "--tokens is for the blocks of --model"),
     (("--tokens", "64"), "--tokens is for the blocks of --model"),
     (("--suite", "collectives", "--model", "llama9"), "model must be one of"),

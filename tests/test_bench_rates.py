@@ -40,9 +40,10 @@ def test_scaling_is_over_one_rank_and_the_fastest_other_counts(make_row: MakeRow
     assert found.loc[("unfused", 2), "scaling"] == pytest.approx(16 / 10 / 2)
     assert found.loc[("auto", 2), "over_best"] == pytest.approx(10 / 8)
     assert found["over_best"].notna().sum() == 2
-    # Of another commit's time on one rank nothing can be said.
-    other = frame_of([replace(alone[0], commit="another"), *case_rows(make_row, 64, 2, 8.0)])
-    assert other["scaling"].dropna().tolist() == [1.0]
+    # Of other code's time on one rank nothing can be said.
+    for changed in ({"commit": "another"}, {"dirty": True}, {"digest": "another"}, {"torch": "another"}):
+        other = frame_of([replace(alone[0], **changed), *case_rows(make_row, 64, 2, 8.0)])
+        assert other["scaling"].dropna().tolist() == [1.0]
     on_two = frame_of([replace(alone[0], gpu="H100", num_gpus=8, world_size=8, nodes=2)])
     assert on_two["hardware"].tolist() == ["8x H100 on each of 2 nodes"]
     assert fast_p(frame) == {"auto": pytest.approx([10 / 8, 10 / 5])}
@@ -77,6 +78,27 @@ def test_each_suite_has_a_verdict_and_totals_of_its_own(make_row: MakeRow) -> No
     assert sorted(words for words, _ in report._groups(frame, ("direction",))) == [
         "small, block, forward", "small, decode, forward", "small, forward"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "faster", "slower", "said"),
+    [
+        (1, 1, 0, "Gain"), (8, 3, 1, "Gain"), (3, 1, 0, "No clear gain"), (60, 0, 0, "No gain"),
+        (60, 2, 1, "No clear gain"), (60, 5, 1, "Gain"), (60, 5, 5, "No clear gain"),
+    ],
+)  # fmt: skip
+def test_a_gain_is_more_than_chance_gives(make_row: MakeRow, count: int, faster: int, slower: int, said: str) -> None:
+    times = [1.0] * faster + [4.0] * slower + [2.0] * (count - faster - slower)
+    for launches, why in (((), "of one launch; launches differ by more: --launches 3"), ((10, 10), "over launches")):
+        rows = [
+            make_row(M=M, variant=name, median_ms=ms, launches=launches)
+            for M, mine in enumerate(times, 1) for name, ms in (("unfused", 2.0), ("decomposed", mine))
+        ]  # fmt: skip
+        told = tables.verdict(frame_of(rows))[0]
+        counts = f"{faster} of {count} cases, slower in {slower}, no difference in the others (95 % intervals "
+        assert told.startswith(f"{said}: decomposed is faster than unfused in {counts}")
+        assert why in told
+    assert f"about {0.025 * count:.1f} are faster by chance" in told
 
 
 def test_auto_is_left_out_where_it_ran_the_code_of_another(make_row: MakeRow) -> None:

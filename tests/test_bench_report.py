@@ -227,6 +227,18 @@ def test_command_and_the_cost_model_beside_what_was_measured(make_row: MakeRow, 
     assert "abacus" in command("report", path, "--hardware", "abacus", code=2)
 
 
+def test_a_prediction_has_nothing_that_was_measured_and_a_layer_has_none(make_row: MakeRow) -> None:
+    measured = {"late_rounds": 20, "host_us": 77.0, "tokens_per_s": 5e6, "roofline": 0.9, "peak_bytes": 123.0,
+                "rounds_ms": (1.0,) * 20, "launches": (10, 10), "gpu_before": "SM 1 MHz", "load": 2.0}  # fmt: skip
+    row = make_row(median_ms=1.0, variant="fused", torch="2.13", **measured)
+    layer = make_row(median_ms=1.0, op="mlp", variant="decomposed")
+    (found,) = report.predictions([row, layer], lambda ranks: HARDWARE["h100"])
+    empty = make_row()
+    assert {name: getattr(found, name) for name in measured} == {name: getattr(empty, name) for name in measured}
+    assert (found.case, found.variant, found.torch) == (row.case, row.variant, row.torch)
+    assert report.late([row, found]).startswith("Careful, in 1 rows")
+
+
 def test_verdict_names_what_is_sure(make_row: MakeRow) -> None:
     """The largest is not that of a noisy case; the smallest may be, and says so, if no case is slower for sure."""
     found = []

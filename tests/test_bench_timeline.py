@@ -12,13 +12,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from matplotlib.colors import to_hex
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typer.testing import CliRunner
 
 from fusedtp import trace
-from fusedtp.bench import theme
+from fusedtp.bench import theme, timing
 from fusedtp.bench import timeline as recorded
 from fusedtp.bench.cases import Case
 from fusedtp.bench.cli import app
@@ -87,6 +88,18 @@ def test_gather_copies_its_own_and_multiplies_every_chunk(pool: RankPool) -> Non
         (copy,) = [span for span in others if span[0] == "travel"]
         assert wait[1] == 1
         assert wait[2] < copy[2] < copy[3] <= wait[3]
+
+
+def test_on_a_gpu_ranks_meet_behind_the_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs at other clocks spin for other times: ahead of the barrier, and so outside of the recorded time."""
+    steps: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: mock.Mock(elapsed_time=lambda mark: 2.0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: steps.append("end"))
+    monkeypatch.setattr(torch, "zeros", lambda size, device: torch.ones(size))
+    monkeypatch.setattr(timing, "spin", lambda ms: steps.append("spin"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda token, group: steps.append("barrier"))
+    assert recorded._on_device(lambda: steps.append("call"), mock.Mock()) == [(*CALL, 0, 2_000_000)]
+    assert steps == ["spin", "barrier", "call", "end"]
 
 
 CALL = ("call", -1)

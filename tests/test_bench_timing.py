@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -117,6 +117,25 @@ def spinning(group: ProcessGroup) -> float:
 
 def test_a_spin_that_a_slow_clock_makes_longer_is_no_part_of_the_time(pool: RankPool) -> None:
     assert max(pool.run(spinning, world_size=2)) < 20
+
+
+def test_rounds_on_a_gpu_fill_the_time_by_later_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round of 12 calls takes 142 ms at first, and 25 ms with the spins that are set by it: 41 fit into a second."""
+    now = [0.0]
+
+    class Clock(timing._CudaClock):
+        def __init__(self, group: object, device: object, names: Sequence[str]) -> None:
+            self._spin_ms = dict.fromkeys(names, timing.FIRST_MS)
+
+        def iteration(self, name: str, run: Callable[[], object]) -> tuple[float, float, Any]:
+            now[0] += (0.3 + self._spin_ms[name] + 1.5) / 1e3
+            return 1.5, 0.06, run()
+
+    monkeypatch.setattr(timing, "_CudaClock", Clock)
+    monkeypatch.setattr(timing, "time", mock.Mock(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timing, "_slowest", lambda times, *_: times)
+    found = measure(dict.fromkeys("abcdefghijkl", lambda: None), None, torch.device("cuda"), seconds=1.0)
+    assert {each.rounds for each in found.values()} == {41}
 
 
 LATE_SECONDS = 0.02

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -274,6 +275,25 @@ def test_launches_that_disagree_are_no_baseline(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(NotComparable, match=r"no baseline: .* varied over 10 launches .* when less else runs"):
         regress.save(tmp_path, HERE, KEYS, print)
     assert not regress.history(tmp_path)
+
+
+def test_the_slowdown_that_a_baseline_finds_is_that_of_the_reference_that_varies_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = random.Random(0)
+    ratios = {
+        key: [each * noise.lognormvariate(0, 0.06 if key.endswith("decomposed / unfused") else 0) for each in launches]
+        for key, launches in noisy({}, 1, BASELINE_LAUNCHES, 0.005).items()
+    }
+    path, said = tmp_path / "0001_baseline.json", list[str]()
+    path.write_bytes(saved(ratios, HERE))
+    monkeypatch.setattr(regress, "run", lambda *_: path)
+    regress.save(tmp_path, HERE, KEYS, said.append)
+    (limit,) = (float(found[1]) for each in said if (found := re.match(f"{OTHER}: .* more than ([0-9.]+) will", each)))
+    for power, is_over in ((1.2, True), (0.8, False)):
+        slower = {key: [each * (limit**power if "-decomposed /" in key else 1.0) for each in launches]
+                  for key, launches in ratios.items()}  # fmt: skip
+        assert judge(of(slower), of(ratios), KEYS)[OTHER].is_over is is_over
 
 
 def test_session_stores_then_passes_then_finds_what_is_planted(

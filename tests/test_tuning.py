@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,9 +27,10 @@ from fusedtp.bench.cli import app
 from fusedtp.bench.cli_tune import show_table
 from fusedtp.bench.intervals import Timing, noisy
 from fusedtp.bench.jobs import Job
-from fusedtp.bench.ranks import PRELOAD, RankPool
+from fusedtp.bench.ranks import PRELOAD, RankError, RankPool
 from fusedtp.bench.store import Outcome
 from fusedtp.bench.sweep import run_job
+from fusedtp.bench.timing import Verdict
 from fusedtp.choose import tuning
 from fusedtp.choose.tuning import Sample, Table
 from fusedtp.cost.hardware import HARDWARE, cpu_rates
@@ -285,10 +287,35 @@ def test_a_wrong_schedule_is_not_timed(pool: RankPool) -> None:
     said: list[str] = []
     case = Case("all_gather_matmul", 33, 24, 16, "float32", 2)
     job = tune.job_of(case, 0.0, 0)
-    assert set(tune.time_case(SimpleNamespace(run=run), job, said.append)) == {"matmul", "unfused"}  # type: ignore[arg-type]
+    ranks: Any = SimpleNamespace(run=run, close=lambda: None)
+    assert set(tune.time_case(ranks, job, said.append)) == {"matmul", "unfused"}
     (refused,) = said
     assert refused.startswith(f"refused: decomposed: {case}, forward, decomposed, rank 1: y: ")
     assert "elements are wrong" in refused
+
+
+def test_ranks_that_fail_cost_their_variant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the command, and not the library's matmul where it is this that fails."""
+    timing = Timing.of([1.0, 2.0])
+
+    def run(_: Callable[..., object], job: Job, **options: Any) -> Any:
+        for name in ("decomposed", "matmul"):
+            if name in job.variants:
+                raise RankError({1: "died"}, {1: f"3 forward {name}"})
+        return [[*job.absent, *(Outcome(name, "forward", Verdict(), timing) for name in job.variants)]]
+
+    said, closed, samples = list[str](), list[int](), list[list[Sample]]()
+    ranks: Any = SimpleNamespace(run=run, close=lambda: closed.append(1))
+    case = Case("all_gather_matmul", 33, 24, 16, "float32", 2)
+    job = replace(tune.job_of(case, 0.0, 0), variants=("unfused", "decomposed"))
+    assert set(tune.time_case(ranks, job, said.append)) == {"unfused"}
+    assert [each.partition(" failed at ")[0] for each in said] == ["refused: decomposed: decomposed"]
+    assert closed == [1]
+    assert tune.time_case(ranks, replace(job, variants=("matmul", "unfused")), said.append) == {}
+    monkeypatch.setattr(tune, "RankPool", mock.MagicMock())
+    monkeypatch.setattr(tune, "time_case", lambda *_: {"unfused": timing, "decomposed": timing})
+    assert tune.tune([case], seconds=0.0, num_gpus=0, said=said.append, done=samples.append) == {}
+    assert [each.rows for (each,) in samples] == [33]
 
 
 def test_ctrl_c_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
