@@ -154,8 +154,8 @@ def numbers(text: str, what: str, most: int = 2**31 - 1) -> tuple[int, ...]:
 
 
 def ranks(text: str) -> tuple[int, ...]:
-    """Return numbers of ranks that may be started on one machine."""
-    return numbers(text, "--world-size", MAX_RANKS)
+    """Return numbers of ranks that may be started on one machine, each once."""
+    return tuple(dict.fromkeys(numbers(text, "--world-size", MAX_RANKS)))
 
 
 def lengths(text: str | None, option: str) -> dict[str, int] | None:

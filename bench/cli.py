@@ -168,6 +168,8 @@ def sweep(
         raise typer.BadParameter("--op chooses among the suite ops, which --suite leaves out")
     if shape and len(suites) > 1:
         raise typer.BadParameter("--shape has the lengths of one suite: give one --suite")
+    if shape and suites == ("block",):
+        raise typer.BadParameter("a block has heads besides its lengths: give --model in place of --shape")
     others = tuple(dict.fromkeys(each for name in suites for each in SUITES[name].others))
     lists = {
         "ops": (op, cases.OPS, "--op"), "schedules": (schedule, (*cases.SCHEDULES, "auto"), "--schedule"),

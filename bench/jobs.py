@@ -151,7 +151,7 @@ def world_sizes(most: int) -> tuple[int, ...]:
 
 
 def plan(request: Request, num_gpus: int, gpu: str = "", world: int = 0) -> list[Job]:
-    """Return the jobs of a request, in the order they run.
+    """Return the jobs of a request, in the order they run; each once, whatever was asked for twice.
 
     - num_gpus: GPUs of the ranks, on all their nodes. gpu: the name of one, for estimates.
     - world: ranks that a launcher has started; 0 without one.
@@ -166,7 +166,10 @@ def plan(request: Request, num_gpus: int, gpu: str = "", world: int = 0) -> list
         most = world or num_gpus or SUITES[name].most_ranks
         for world_size in request.world_sizes or world_sizes(most):
             jobs += planner.ops(world_size) if name == "ops" else planner.suite(name, world_size)
-    return jobs
+    once: dict[tuple[object, ...], Job] = {}
+    for job in jobs:
+        once.setdefault((job.case, job.directions, job.timed), job)
+    return list(once.values())
 
 
 @dataclass

@@ -134,12 +134,15 @@ def part_of(values: Tensor, like: DTensor) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     mesh, own = like.device_mesh, values.detach()
+    place = mesh.get_coordinate()
+    assert place is not None
     # `split_factor` of fully_shard's placement: the number of parts that there were before its cut.
     cuts = [(getattr(each, "split_factor", 1), axis, each) for axis, each in enumerate(like.placements)]
     for _, axis, each in sorted(cuts, key=lambda cut: cut[:2]):
         if not each.is_replicate():
             dim: int = each.dim  # type: ignore[attr-defined]
-            sizes, rank = chunk_sizes(own.shape[dim], mesh.size(axis)), mesh.get_local_rank(axis)
+            # A mesh may outlive its groups, by which get_local_rank looks.
+            sizes, rank = chunk_sizes(own.shape[dim], mesh.size(axis)), place[axis]
             own = own.narrow(dim, sum(sizes[:rank]), sizes[rank])
     here = local_of(like)
     assert own.shape == here.shape, f"{like.placements} of {tuple(values.shape)}: {tuple(own.shape)}"

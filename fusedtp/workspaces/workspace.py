@@ -251,7 +251,7 @@ class Workspace(Failing):
 
     def table(self, sizes: tuple[int, ...]) -> Tensor:
         """Return the row offsets of `sizes` on the device (int32, world_size + 1)."""
-        table, capturing = self._tables.get(sizes), self._capturing()
+        table, capturing = self._tables.get(sizes), not self._on_host and self._capturing()
         if table is None:
             table = self._made_table(sizes, capturing)
             if not capturing:
