@@ -89,7 +89,8 @@ def examine(case: Case, launch: Launch) -> Built:
         ordered = decided = assembly.ptx(compiled.asm["ptx"])
     else:
         ordered, decided = code, with_tails_made_one(assembly.amdgcn(compiled.asm["amdgcn"], masked=True))
-    apart = uniform.barriers_apart(decided, uniform.PTX if "ptx" in compiled.asm else uniform.AMDGCN)
+    ptx = uniform.PTX_OF_ONE_WARP if compiled.metadata.num_warps == 1 else uniform.PTX
+    apart = uniform.barriers_apart(decided, ptx if "ptx" in compiled.asm else uniform.AMDGCN)
     parted = [(decided.lines[branch], decided.lines[barrier]) for branch, barrier in apart]
     metadata, config, constants = compiled.metadata, config_of(case), launch.constants
     tile = tuple(constants.get(name, getattr(config, name.lower())) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"))

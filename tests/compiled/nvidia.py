@@ -41,6 +41,14 @@ def decode(line: str) -> Instruction:
     return Instruction(results, guard + read, differs=differs, partial=partial)
 
 
+def decode_of_one_warp(line: str) -> Instruction:
+    """Parse a line of a program of one warp, where what one lane tells by a shuffle is told to all (Triton 3.9)."""
+    found = decode(line)
+    return (
+        Instruction(found.results) if re.search(r"\bshfl\.sync\.idx\.b32\s+%r\d+, %r\d+, \d+, 31, -1", line) else found
+    )
+
+
 def ways(line: str, state: State) -> tuple[bool, bool]:
     """Return whether a branch may go on to the next instruction, and whether it may jump."""
     return True, True

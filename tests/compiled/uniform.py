@@ -161,6 +161,7 @@ def _apart(code: Code, dialect: Dialect) -> Iterator[tuple[int, set[int]]]:
 
 
 PTX = Dialect(nvidia.decode, nvidia.ways, {}, nvidia.BARRIER)
+PTX_OF_ONE_WARP = replace(PTX, decode=nvidia.decode_of_one_warp)
 AMDGCN = Dialect(amd.decode, amd.ways, amd.ENTRY, amd.BARRIER)
 
 
