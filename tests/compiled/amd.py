@@ -65,6 +65,26 @@ def _to_vcc(mask: tuple[str, ...], inverted: bool, state: State) -> None:
     state["scc"] = state["vcc"] & DIFFERS
 
 
+def _and_exec(to: tuple[str, ...], mask: tuple[str, ...], state: State) -> None:
+    # Of the lanes that are there; `scc` tells whether any is left.
+    flags = _all(mask, state)
+    known = flags & (ANY | ONES | ZERO)
+    state["scc"] = (known if known in (ONES, ZERO) else ANY) | (flags | state.get("exec", 0)) & DIFFERS
+    state.update(dict.fromkeys(to, state["scc"]))
+
+
+def _truth(to: str, state: State) -> None:
+    # The compiler compares what it has selected at once: `_of_truth` forgets it.
+    state[to] = ANY | state.get("scc", ANY) & DIFFERS
+    state[f"{to}.truth"] = state.get("scc", ANY)
+
+
+def _of_truth(source: str, state: State) -> None:
+    # Whether a truth of 1 or 0 is not 1.
+    flags = state.pop(f"{source}.truth", state.get(source, ANY) & DIFFERS | ANY)
+    state["scc"] = {ONES: ZERO, ZERO: ONES}.get(flags & (ANY | ONES | ZERO), ANY) | flags & DIFFERS
+
+
 def ways(line: str, state: State) -> tuple[bool, bool]:
     """Return whether a branch may go on to the next instruction, and whether it may jump.
 
@@ -76,6 +96,10 @@ def ways(line: str, state: State) -> tuple[bool, bool]:
         return name.endswith("z") and not name.endswith("nz"), name.endswith("nz")
     if name in ("s_cbranch_vccz", "s_cbranch_vccnz") and known in (ONES, ZERO):
         jumps = (known == ZERO) != name.endswith("nz")
+        return not jumps, jumps
+    known = state.get("scc", ANY) & (ANY | ONES | ZERO)
+    if name in ("s_cbranch_scc0", "s_cbranch_scc1") and known in (ONES, ZERO):
+        jumps = (known == ONES) == name.endswith("1")
         return not jumps, jumps
     return True, True
 
@@ -127,6 +151,13 @@ def decode(line: str) -> Instruction:
     if name == "s_or_b64" and operands[:2] == ["exec", "exec"]:
         saved = _registers(operands[2])
         return Instruction(("exec", "scc"), saved, special=partial(_restore_exec, saved))
+    if name == "s_and_b64" and operands[2] == "exec":
+        to, mask = _registers(operands[0]), _registers(operands[1])
+        return Instruction((*to, "scc"), (*mask, "exec"), special=partial(_and_exec, to, mask))
+    if name == "s_cselect_b32" and operands[1:] == ["1", "0"]:
+        return Instruction((operands[0],), ("scc",), special=partial(_truth, operands[0]))
+    if name == "s_cmp_lg_u32" and operands[1] == "1":
+        return Instruction(("scc",), (operands[0],), special=partial(_of_truth, operands[0]))
     if name.startswith(("s_cmp", "s_bitcmp")):
         return Instruction(("scc",), _registers(rest))
     if name in ("v_writelane_b32", "v_readlane_b32") and operands[-1].isdigit():

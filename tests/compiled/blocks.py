@@ -84,7 +84,9 @@ def with_tails_made_one(code: Code) -> Code:
     ends: dict[tuple[str, int, int], list[int]] = {}
     for i, after in enumerate(code.after):
         asked = re.match(r"s_cbranch_(vcc|scc|exec)(n?z|[01])", code.lines[i])
-        if asked and len(after) == 2:
+        # A mask that is a constant on each way, as a truth, decides each way by itself.
+        of_mask = i > 1 and re.match(r"s_cselect_b32 s\d+, 1, 0$", code.lines[i - 2])
+        if asked and len(after) == 2 and not of_mask:
             goes_on, jumps = map(destination, after)
             holds, else_ = (jumps, goes_on) if asked[2] in ("nz", "1") else (goes_on, jumps)
             ends.setdefault((asked[1], holds, else_), []).append(i)
