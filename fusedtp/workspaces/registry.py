@@ -193,12 +193,18 @@ def _group_gone(made_for: ref[dist.ProcessGroup]) -> None:
     # The group's last reference is gone.
     if sys.is_finalizing():
         return
-    give_back = partial(_forget_all, [key for key, each in list(_made_for.items()) if each is made_for])
     if clock.is_here():
         # Giving back waits for kernels, whose waits may end by the clock alone.
-        threading.Thread(target=give_back, name="fusedtp-gone").start()
+        threading.Thread(target=_forget_those_of, args=(made_for,), name="fusedtp-gone").start()
     else:
-        give_back()
+        _forget_those_of(made_for)
+
+
+def _forget_those_of(made_for: ref[dist.ProcessGroup]) -> None:
+    for key in list(_made_for):
+        # Looked up for each, as a new group may have taken the name.
+        if _made_for.get(key) is made_for:
+            _forget(key)
 
 
 # A forked child's copies of its parent's workspaces. They are kept unused: closing them may need the parent's GPU.
