@@ -1,4 +1,4 @@
-"""Explore every state of a `Model`, depth first, until a state is wrong."""
+"""Look for a wrong state of a `Model`: among the largest states where they tell of all, else in every state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from .model import Model, Window, bits, closure, required
 
 @dataclass
 class Verdict:
-    """The result of an exploration: `wrong` is "", or describes the wrong state to which the commits `path` lead."""
+    """What was found: `wrong` is "", or describes the wrong state to which the commits `path` lead.
+
+    states: the number of states that were looked at.
+    """
 
     wrong: str
     states: int
     path: list[str] = field(default_factory=list)
 
 
-def explore(model: Model, most_states: int = 5_000_000) -> Verdict:
-    """Explore all states of `model`; raise RuntimeError beyond `most_states`."""
-    return _Search(model, most_states).run()
+def explore(model: Model, most_states: int = 5_000_000, *, one_by_one: bool = False) -> Verdict:
+    """Say whether a state of `model` is wrong; raise RuntimeError if that takes more than `most_states`.
+
+    one_by_one: explore every state, also where the largest ones tell of all.
+    """
+    search = _Search(model, most_states)
+    return search.largest_states() if search.only_grows and not one_by_one else search.every_state()
 
 
 # A state: the commits so far, and the last writer of each word that has unordered writers.
@@ -34,6 +41,11 @@ class _Search:
         self._reduce()
         self._index_words()
         self._index_windows()
+        # What is possible stays possible: no word goes back, and no kernel takes the multiprocessors from another.
+        self.only_grows = not self._contested and all(
+            not commit.others and (commit.kind != "wait" or number in self._lasting)
+            for number, commit in enumerate(model.commits)
+        )
 
     def _direct(self, mask: int) -> int:
         # Drop the commits that others of the set imply.
@@ -104,15 +116,6 @@ class _Search:
             if commit.kind == "wait" and number not in self._lasting
         }
         self._eager = [self._is_eager(number, settling, unlasting) for number in range(len(self._need))]
-        # Of each signal that no wait can miss: the closers of every window that matters and that it closes.
-        self._closed_too: dict[int, list[int]] = {
-            number: [] for number, commit in enumerate(self._model.commits)
-            if commit.kind == "signal" and commit.word not in unlasting and commit.word not in self._contested
-        }  # fmt: skip
-        for first in {first for firsts in self._required.values() for first in firsts}:
-            for number in bits(self._closers[first]):
-                if number in self._closed_too:
-                    self._closed_too[number].append(self._closers[first])
 
     def _is_eager(self, number: int, settling: int, unlasting: set[tuple[int, int, int] | None]) -> bool:
         # A commit is eager if a delay reaches no new state: it closes no window that matters, and no wait can miss it.
@@ -124,11 +127,6 @@ class _Search:
             return False
         word_lasts = commit.word not in unlasting and commit.word not in self._contested
         return word_lasts and not settling >> number & 1
-
-    def _settles_nothing(self, number: int, mask: int) -> bool:
-        # A signal is eager once others have closed all that it would close, such as another lane of its instruction.
-        closers = self._closed_too.get(number)
-        return closers is not None and all(mask & each for each in closers)
 
     def _seen(self, word: tuple[int, int, int], state: _State) -> int:
         commits = self._model.commits
@@ -196,7 +194,44 @@ class _Search:
             what = "two calls' stores are unordered"
         return f"{what}: {second.name}, but not surely after {first.name}"
 
-    def run(self) -> Verdict:
+    def largest_states(self) -> Verdict:
+        """Look at the largest state without the closers of a window, for each window that must have closed.
+
+        If what is possible stays possible, two states without these commits have a union that is a state too, so one
+        state has all others in it: a later window opens in none of them if not in that one.
+        """
+        if self._model.faults:
+            return self._verdict(self._model.faults[0], 0)
+        pairs: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for second, firsts in self._required.items():
+            for first in firsts:
+                pairs[self._closers[first]].append((first, second))
+        windows = self._model.windows
+        for number, closers in enumerate(pairs):
+            mask, path = self._largest(closers)
+            for first, second in pairs[closers]:
+                need = self._window_need[second]
+                if mask & need == need:
+                    return Verdict(self._describe(windows[first], windows[second], mask), number + 1, path)
+        mask, path = self._largest(0)
+        if mask != (1 << len(self._need)) - 1:
+            return Verdict(f"deadlock: {self._stuck((mask, ()))}", len(pairs) + 1, path)
+        return Verdict("", len(pairs) + 1)
+
+    def _largest(self, without: int) -> tuple[int, list[str]]:
+        # Return the state of everything that is possible without some commits, and what leads to it.
+        mask, path = 0, []
+        left = [number for number, need in enumerate(self._need) if not need]
+        for number in left:
+            if not (mask | without) >> number & 1 and self._possible(number, (mask, ())):
+                mask |= 1 << number
+                path.append(self._model.commits[number].name)
+                # What was not possible before is asked again.
+                left += self._dependents[number]
+        return mask, path
+
+    def every_state(self) -> Verdict:
+        """Explore depth first, until a state is wrong."""
         if self._model.faults:
             return self._verdict(self._model.faults[0], 0)
         roots = [number for number, need in enumerate(self._need) if not need]
@@ -227,7 +262,7 @@ class _Search:
             usable = [number for number in choices if self._possible(number, state)]
             if not usable and state[0] != final:
                 return self._verdict(f"deadlock: {self._stuck(state)}", len(parents), parents, state)
-            for number in [each for each in usable if self._settles_nothing(each, state[0])][:1] or usable:
+            for number in usable:
                 after, taken = self._take(number, state)
                 if after in parents:
                     continue

@@ -15,7 +15,8 @@ has closed:
 
 A state that is not final and has no commit left is a deadlock. Some commits only ever open windows earlier: those that
 settle nothing that matters, and waits whose condition stays true. They are taken at once (`eager`) if taking them later
-reaches nothing new, and are explored like the others if a signal's word may go back.
+reaches nothing new, and are explored like the others if a signal's word may go back. `explore` need not visit every
+state where no commit ever makes another impossible.
 
 With several lanes a rank's kernels need all its multiprocessors: one kernel runs at a time, whichever lane it is of, in
 any order. Copies and stream operations need none.
