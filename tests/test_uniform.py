@@ -102,10 +102,32 @@ _AMD_TAILS = """
 .LBB0_7:
 """
 
+# Some waves alone come through the part in the middle, which uses s10 for something else; s10 decides behind it.
+_AMD_ASIDE = """
+\ts_load_dword s10, s[0:1], 0x8
+\tv_cmp_eq_u32_e64 s[4:5], 0, v0
+\ts_and_saveexec_b64 s[6:7], s[4:5]
+\ts_cbranch_execz .LBB0_2
+\t{}
+\tv_readfirstlane_b32 s10, v0
+\t{}
+\ts_mov_b32 s10, s11
+.LBB0_2:
+\ts_or_b64 exec, exec, s[6:7]
+\ts_cmp_lg_u32 s10, 0
+\ts_cbranch_scc1 .LBB0_3
+\ts_barrier
+.LBB0_3:
+"""
+
 
 @pytest.mark.parametrize(
     ("body", "apart"),
     [
+        pytest.param(_AMD_ASIDE.format("s_mov_b32 s11, s10", ""), False, id="a register put aside and back"),
+        pytest.param(_AMD_ASIDE.format("", "s_mov_b32 s11, s10"), True, id="put aside too late"),
+        pytest.param(_AMD_ASIDE.format("s_mov_b32 s11, s10", "v_readfirstlane_b32 s11, v0"), True,
+            id="put aside where something else is then"),
         pytest.param(_AMD_TAILS, False, id="a tail that is there twice"),
         pytest.param(_AMD_TAILS.replace("s_cbranch_scc1 .LBB0_7\n.LBB0_6:",
             "s_cbranch_scc0 .LBB0_6\n\ts_branch .LBB0_7\n.LBB0_6:"), False, id="asked the other way round"),

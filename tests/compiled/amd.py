@@ -175,4 +175,5 @@ def decode(line: str) -> Instruction:
         differs=name.startswith(("v_mbcnt", "ds_bpermute")),
         partial=name.startswith(("v_writelane", "v_mfma")),
         masked=name.startswith(("v_", "ds_")) and "readfirst" not in name,
+        is_copy=name == "s_mov_b32" and len(results) == len(sources) == 1,
     )

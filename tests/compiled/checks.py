@@ -23,10 +23,10 @@ ROLE_LANES = 5
 LANES = 24
 FLOAT8_LANES = 40
 # More of them with another Triton than the pinned one, and limit of scales in blocks with a newer one.
-MORE_LANES, BLOCKS_LANES_OF_NEWER = 4, 100
+MORE_LANES, BLOCKS_LANES_OF_NEWER = 4, 104
 # Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned, and there
 # in a float32 tree of any lengths.
-STACK, STACK_OF_NEWER, STACK_OF_NEWER_TREE = 64, 80, 240
+STACK, STACK_OF_NEWER, STACK_OF_NEWER_TREE = 64, 104, 240
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
 _SCALE_COPIES = 2
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
@@ -63,7 +63,7 @@ def resources(built: Built) -> None:
 
     With another Triton than the pinned one, and on NVIDIA's GPUs where nothing is aligned, up to STACK bytes a thread
     may on sm_80, sm_90 and gfx942, with a newer one STACK_OF_NEWER; nothing with an activation unless it is newer, and
-    nothing in an inner loop.
+    nothing in an inner loop, but a word with a newer one where nothing is aligned.
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.flags.get("ACTIVATION")
@@ -90,7 +90,7 @@ def resources(built: Built) -> None:
         )
     kept = r"\b(LDL|STL)\b|^scratch_" + ("" if chooses else r"|^v_(read|write)lane_")
     spilled = [line for line in built.inner_loop if re.search(kept, line)]
-    assert not spilled, f"spills in the inner loop: {spilled}"
+    assert len(spilled) <= (newer and built.case.loose), f"spills in the inner loop: {spilled}"
 
 
 def multiplication(built: Built) -> None:
@@ -314,8 +314,9 @@ def against_plain(built: Built, plain: Built) -> None:
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
     # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read,
-    # with a newer Triton all terms.
-    waits = built.case.is_float8 or (is_newer() and VARIANTS[built.case.variant].more)
+    # with a newer Triton all terms, and beside an activation.
+    chosen = VARIANTS[built.case.variant].more or built.case.flags.get("ACTIVATION")
+    waits = built.case.is_float8 or (is_newer() and chosen)
     for name in ("s_nop", *(("s_waitcnt",) if waits else ())):
         added.pop(name, None)
     if built.num_stages == 1:
@@ -328,8 +329,8 @@ def against_plain(built: Built, plain: Built) -> None:
         # Of as many that are made two at a time.
         added -= Counter({"v_mul_f32": 4})
         if is_newer():
-            # A few of their addresses lie in lanes.
-            added -= Counter({"v_writelane_b32": 4, "v_readlane_b32": 4})
+            # Some of their addresses lie in lanes.
+            added -= Counter({"v_writelane_b32": 8, "v_readlane_b32": 8})
             added -= Counter(("s_movk_i32", "s_mov_b32", "s_lshl_b32"))
     if case.is_tree and VARIANTS[case.variant].more:
         # Terms may be of other lengths.

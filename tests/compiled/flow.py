@@ -18,7 +18,7 @@ ANY, ONES, ZERO = 8, 16, 32
 class Instruction:
     """results: registers written. sources: registers read, the predicate's too. base: those that make the address of a
     load. differs: what it gives is each thread's own. partial: keeps some of what the results held. masked: writes only
-    the lanes of `exec`. special: does something else to what is known.
+    the lanes of `exec`. special: does something else to what is known. is_copy: of one register to another.
     """
 
     results: tuple[str, ...] = ()
@@ -31,3 +31,4 @@ class Instruction:
     partial: bool = False
     masked: bool = False
     special: Callable[[State], None] | None = None
+    is_copy: bool = False

@@ -7,7 +7,8 @@ address that may not differ, which is how what one thread has read is told to al
 address comes out of such a table: all in arenas and in the host block.
 
 A branch on a value that may differ must have no barrier between it and the place where all its ways meet again, which
-for one that leaves a loop is behind the loop. What is written in between may differ as well.
+for one that leaves a loop is behind the loop. What is written in between may differ as well, but for a register that is
+put aside and back there: it is what it was for those who took another way.
 """
 
 from __future__ import annotations
@@ -69,7 +70,24 @@ def _value(instruction: Instruction, state: State, apart: bool) -> int:
     return ANY | (DIFFERS if differs else 0) | (LOADED if loaded else 0)
 
 
-def _step(instruction: Instruction, state: State, apart: bool) -> None:
+def _put_aside(instructions: Iterable[Instruction]) -> set[tuple[str, str]]:
+    """The pairs of registers of which the first holds the second for a while: copied there and back."""
+    copies = {(each.results[0], each.sources[0]) for each in instructions if each.is_copy}
+    return {(to, source) for to, source in copies if (source, to) in copies}
+
+
+def _step(instruction: Instruction, state: State, apart: bool, aside: set[tuple[str, str]]) -> None:
+    # "a=b": DIFFERS unless register a surely holds what b was for all threads; "a:b": what was known of b.
+    pair = (instruction.results[0], instruction.sources[0]) if instruction.is_copy else ("", "")
+    back = f"{pair[1]}={pair[0]}"
+    if pair[::-1] in aside and not state.get(back, 0):
+        state[pair[0]] = state.get(f"{pair[1]}:{pair[0]}", 0)
+        return
+    for holder, held in aside:
+        if holder in instruction.results:
+            is_held = (holder, held) == pair and not state.get(held, 0) & DIFFERS
+            state[f"{holder}={held}"] = 0 if is_held else DIFFERS
+            state[f"{holder}:{held}"] = state.get(held, 0)
     if instruction.special is not None:
         instruction.special(state)
         return
@@ -115,13 +133,14 @@ def _flow(
     begin: list[State] = [{} for _ in blocks]
     end: list[State] = [{} for _ in blocks]
     taken: list[set[int]] = [set() for _ in blocks]
-    begin[0].update(dialect.entry)
+    aside = _put_aside(each for block in instructions for each in block)
+    begin[0].update(dialect.entry, **{f"{holder}={held}": DIFFERS for holder, held in aside})
     queue, visited = [0], {0}
     while queue:
         i = heappop(queue)
         block, state = blocks[i], dict(begin[i])
         for instruction in instructions[i]:
-            _step(instruction, state, i in apart)
+            _step(instruction, state, i in apart, aside)
         end[i] = state
         open_ways = dialect.ways(code.lines[block.last], state) if len(block.after) == 2 else (True, True)
         for j in (each for each, is_open in zip(block.after, open_ways, strict=False) if is_open):
