@@ -203,7 +203,7 @@ def entries() -> dict[str, int]:
 
 
 def few(group: ProcessGroup, schedule: str) -> dict[str, tuple[int, int]]:
-    """Make few new numbers of rows, where fewer are kept: interpreted kernels are slow."""
+    """Make few new numbers of rows, where fewer are kept."""
     with (
         mock.patch.object(call, "MAX_ROWS", 3), mock.patch.object(operators, "MAX_ROWS", 3),
         mock.patch.object(workspace, "_MAX_TABLES", 8),
@@ -254,7 +254,7 @@ def many(group: ProcessGroup, schedule: str, count: int = 150) -> dict[str, tupl
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_new_rows_leave_nothing_behind(pool: RankPool, schedule: str) -> None:
-    assert pool.run(few if schedule == "fused" and not LARGE else many, schedule, world_size=2) == [{}, {}]
+    assert pool.run(many if LARGE or schedule == "auto" else few, schedule, world_size=2) == [{}, {}]
 
 
 @on_ranks(1)
