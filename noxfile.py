@@ -149,7 +149,7 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("triton", [PINNED["triton"], OLDEST, "3.8.0"])
+@nox.parametrize("triton", [PINNED["triton"], OLDEST, "3.8.0", NEWEST])
 def kernels(session: nox.Session, triton: str) -> None:
     """Compile every kernel for GPUs that need not be there, and assert what the compiler made of it."""
     install(session, triton=triton)
