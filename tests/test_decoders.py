@@ -277,6 +277,19 @@ def test_caches(group: ProcessGroup, sequence_parallel: bool) -> None:
 
 
 @on_ranks(2)
+def test_another_implementation_of_attention_is_set_afterwards(group: ProcessGroup) -> None:
+    """The model's mask and its attentions go by one implementation: eager ones would else see all tokens."""
+    for before, after in (("eager", "sdpa"), ("sdpa", "eager")):
+        dense, model = (decoder("Llama", attn_implementation=before) for _ in range(2))
+        fusedtp.parallelize(model, mesh_of(group))
+        for each in (dense, model):
+            each.set_attn_implementation(after)
+        alike(model, dense, input_ids=tokens_of(), labels=tokens_of())
+        # Only eager attentions return their weights.
+        assert len(model(input_ids=tokens_of(), output_attentions=True).attentions) == 2 * (after == "eager")
+
+
+@on_ranks(2)
 def test_a_checkpoint_of_one_linear(group: ProcessGroup) -> None:
     """Backward repeats a linear of an attention outside of the attention's own code."""
     dense = decoder("Llama")

@@ -105,6 +105,12 @@ def _cache_before(
             )
 
 
+def _implementation_before(model_config: Any, module: Any, args: tuple[Any, ...]) -> None:
+    # The model makes its mask for the implementation that its own configuration names, which may change.
+    if module.config._attn_implementation != model_config._attn_implementation:
+        module.config._attn_implementation = model_config._attn_implementation
+
+
 def _attention_after(module: Any, args: tuple[Any, ...], output: Any) -> None:
     module.is_running = False
 
@@ -286,6 +292,7 @@ class Heads(ParallelStyle):
         for linear in module.modules():
             if isinstance(linear, FusedColwiseLinear):
                 linear.register_forward_pre_hook(partial(_inside, module))
+        module.register_forward_pre_hook(partial(_implementation_before, here.config))
         # Copy, as the other modules keep a configuration with all heads.
         here.config = copy.copy(here.config)
         here.config.num_attention_heads = self.queries
