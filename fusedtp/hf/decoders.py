@@ -37,7 +37,15 @@ from ..scaled import Float8
 from ..shards import chunk_sizes
 from ..styles.embeddings import FusedEmbeddingParallel
 from ..styles.grouped import FusedGroup, Unpack, features, is_conv1d, joined
-from ..styles.linears import TOKENS, FusedColwiseParallel, FusedRowwiseParallel, Tokens, check_mesh, unfit
+from ..styles.linears import (
+    TOKENS,
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+    Tokens,
+    check_mesh,
+    held_by_others,
+    unfit,
+)
 from ..styles.norms import AsGiven, FusedNormParallel
 from . import lora, meta
 from .inputs import CompareInputs, compare_given
@@ -356,7 +364,7 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
     # A parameter with several names can stay one only if it is laid out alike under each name. The plan tells.
     ties = meta.ties(model)
     lies: dict[int, list[str]] = {}
-    for pattern, styles in plan.items() if ties else ():
+    for pattern, styles in plan.items():
         for style in styles:
             by_pattern: dict[str, tuple[ParallelStyle, int | None]] = {pattern: (style, None)}
             if isinstance(style, FusedGroup):
@@ -366,6 +374,15 @@ def _check_ties(model: nn.Module, plan: Mapping[str, Sequence[ParallelStyle]]) -
                 kind = "rows" if isinstance(of, FusedEmbeddingParallel | FusedColwiseParallel) else type(of).__name__
                 for _, module in () if isinstance(of, Hooks | Heads) else matching(model, name):
                     lies.setdefault(id(module), []).append(f"{kind} {pieces}")
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        for name in module._parameters if id(module) in lies else ():
+            parameter = module._parameters[name]
+            if parameter is not None and held_by_others(parameter, modules.values()):
+                raise NotImplementedError(
+                    f"parallelize splits {path}.{name}, which a module outside this {type(model).__name__} has too and "
+                    "would keep whole, as a parameter of its own: give parallelize the model that has both"
+                )
     for names in ties:
         owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
         layouts = {(own, *lies.get(id(module), [])) for module, own in owners}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -270,11 +270,7 @@ def warn_of_ties(module: nn.Linear, style: str) -> None:
     """Warn of parameters of the linear that other modules have too."""
     for name in ("weight", "bias"):
         parameter = module._parameters[name]
-        # The search takes long. Most parameters have only three references: the module's, this one and getrefcount's.
-        if parameter is None or isinstance(parameter, DTensor) or sys.getrefcount(parameter) <= 3:
-            continue
-        holders = [each for each in gc.get_referrers(parameter) if type(each) is dict]
-        if any(each is not module._parameters and _is_of_a_module(each) for each in holders):
+        if parameter is not None and not isinstance(parameter, DTensor) and held_by_others(parameter, [module]):
             warnings.warn(
                 f"{style}: the {name} of this nn.Linear is tied to another module's, which keeps it whole: they are "
                 "two from now on, as with torch's styles. Give the other module the same layout and tie them again",
@@ -282,11 +278,22 @@ def warn_of_ties(module: nn.Linear, style: str) -> None:
             )
 
 
+def held_by_others(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> bool:
+    """Return whether a module other than these has the parameter too."""
+    # The search takes long. Most parameters have four references: the module's, the caller's, this and getrefcount's.
+    if sys.getrefcount(parameter) <= 4:
+        return False
+    known = {id(each._parameters) for each in modules}
+    holders = [each for each in gc.get_referrers(parameter) if type(each) is dict and id(each) not in known]
+    return any(_is_of_a_module(each) for each in holders)
+
+
 def _is_of_a_module(values: dict[str, Any]) -> bool:
-    # Return whether a module refers to these values as its parameters, by itself or through its attributes.
+    # Return whether these are the parameters of a module, which refers to them by itself or through its attributes.
     return any(
-        isinstance(each, nn.Module) or (type(each) is dict and each.get("_parameters") is values)
+        (vars(each) if isinstance(each, nn.Module) else each).get("_parameters") is values
         for each in gc.get_referrers(values)
+        if isinstance(each, nn.Module) or type(each) is dict
     )
 
 
