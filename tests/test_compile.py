@@ -292,6 +292,20 @@ def autocasted(group: ProcessGroup, sequence_parallel: bool) -> None:
     # float64 is never narrowed.
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.double()(x.detach().double()).dtype == torch.float64
+    # Backward multiplies in forward's dtype, also inside autocast: tasks share memory in that dtype.
+    layer, x = model(group, sequence_parallel=sequence_parallel), inputs(group)
+    y = layer(x).square().sum()
+    parameters = [x, *layer.parameters()]
+    outside = torch.autograd.grad(y, parameters, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = torch.autograd.grad(y, parameters)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(outside[0], inside[0])
+    assert all(torch.equal(local(one), local(other)) for one, other in zip(outside[1:], inside[1:], strict=True))
+    # torch's own ops have the dtype of their operands in autocast too.
+    with fusedtp.drop_in(), torch.autocast("cpu", torch.bfloat16):
+        _, (z,) = torch.ops.symm_mem.fused_all_gather_matmul(torch.ones(4, 8), [torch.ones(8, 3)], 0, group.group_name)
+    assert z.dtype == torch.float32
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

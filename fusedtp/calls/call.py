@@ -104,6 +104,8 @@ class Call:
         # The row dim that is split, by its index, and whether x is split along it: otherwise the result alone is.
         split = [i for i, name in enumerate(self._rows) if spec.a.axes(name) or spec.c.axes(name)]
         self._split = (split[0], bool(spec.a.axes(self._rows[split[0]]))) if split else None
+        # The kind of device whose autocast `run` turns off.
+        self._casts_on = device.type if device.type in ("cpu", "cuda") else ""
         self._has_limit = settings.options.schedule == "fused" or (
             settings.options.schedule == "auto" and device.type == "cuda"
         )
@@ -268,6 +270,13 @@ class Call:
 
         With `fake`, the results are empty tensors of the same shapes, and nothing is sent.
         """
+        if self._casts_on and torch.is_autocast_enabled(self._casts_on):
+            # Operands are in the call's dtype, which tasks share memory in: torch.autocast must not change it again.
+            try:
+                torch.set_autocast_enabled(self._casts_on, False)
+                return self.run(tensors, needs, keeps=keeps, whole=whole, fake=fake)
+            finally:
+                torch.set_autocast_enabled(self._casts_on, True)
         # Every call runs this: few Python functions are called besides that of the task.
         key: tuple[Any, ...] = needs or (keeps, whole, *tensors)
         program = self._programs.get(key) or self._written(key)
