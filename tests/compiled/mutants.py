@@ -259,7 +259,10 @@ MUTANTS = (
     ),
     Mutant(
         "rows of unknown number", checks.widths, _TURNED,
-        (("matmul", "        rows = tl.multiple_of(rows, 16)\n", "        pass\n"),),
+        (
+            ("matmul", "        rows = tl.multiple_of(rows, 16)\n", "        pass\n"),
+            ("gather_matmul", "        left = left // 16 * 16\n", "        pass\n"),
+        ),
     ),
     Mutant(
         "a sum's rows of unknown number", checks.widths,
