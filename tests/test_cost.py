@@ -325,6 +325,17 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["predict", *arguments])
 
 
+def test_a_verdict_names_the_size_and_what_ends_before_the_bound() -> None:
+    told = " ".join(invoke("all_reduce", "--algorithm", "ring", "--world-size", "2").output.split())
+    # A collective alone has no contraction, in the verdict as in the table.
+    assert "at 8192 x 28672 on 2 ranks (" in told
+    assert "each alone; fused and decomposed send by themselves and can take less)." in told
+    of_replicas = ("matmul_reduce_scatter", "--hardware", "gb200-nvl72", "--world-size", "72", "--data-parallel", "8")
+    told = " ".join(invoke(*of_replicas).output.split())
+    assert "each alone; fused and decomposed send by themselves and can take less; network, what" in told
+    assert "at 8192 x 28672 x 8192 on 72 ranks (" in told
+
+
 def test_a_tree_sends_float32_and_is_for_fused_alone() -> None:
     sizes: dict[str, Any] = {"M": 4096, "N": 8192, "K": 28672, "world_size": 8}
     for op, bytes_of_a_share in (("matmul_reduce_scatter", 4), ("matmul_all_reduce", 4 + 2), ("all_gather_matmul", 2)):

@@ -235,10 +235,10 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
     """Return what predictions mean, in a sentence. A speed-up of up to `least` is too close to call."""
     best, size = max(zip(predictions, sizes, strict=True), key=lambda pair: pair[0].speedup)
     means = "speed-up is unfused / fastest; bound, the longer of the library's matmul and collective, each alone"
+    if any(each.best_us < each.bound_us for each in predictions):
+        means += "; fused and decomposed send by themselves and can take less"
     if any(each.network_us for each in predictions):
         means += "; network, what replicas exchange, and exposed, its part that no matmul hides"
-    if any(each.best_us < each.bound_us for each in predictions):
-        means += ": fused and decomposed send by themselves and can take less"
     if best.winner == "unfused":
         return f"No gain: unfused is the fastest everywhere ({means})."
     num_gain = sum(each.speedup > least for each in predictions)
@@ -246,5 +246,6 @@ def verdict(predictions: Sequence[Prediction], sizes: Sequence[tuple[int, int, i
     if num_close:
         means = f"up to {least}x is too close to call: {num_close} of {len(predictions)}; {means}"
     gain = f"Gain in {num_gain} of {len(predictions)}" if num_gain else "Too close to call"
-    where = f"at {' x '.join(map(str, size))} on {best.work.num_ranks} ranks"
+    lengths = size if best.flops else size[:2]
+    where = f"at {' x '.join(map(str, lengths))} on {best.work.num_ranks} ranks"
     return f"{gain}, at most {best.speedup:.2f}x by {best.winner} {where} ({means})."
