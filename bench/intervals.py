@@ -231,5 +231,5 @@ def noisy(spreads: Sequence[float]) -> str:
         return ""
     return (
         f"Careful, the machine did something else too: half of the times vary by {middle:.0%} or more from quartile to "
-        f"quartile (the limit is {NOISY:.0%}). Measure again when it is quiet, or longer with --seconds."
+        f"quartile (the limit is {NOISY:.0%}). Measure again when it is quiet, or for longer: --seconds, or --rounds."
     )
