@@ -261,6 +261,23 @@ def test_the_first_call_of_an_operator_before_backward_is_no_change(group: Proce
         assert x.grad is not None, name
 
 
+@on_ranks(1)
+def test_a_change_of_a_weight_in_place_of_an_earlier_one_is_refused(group: ProcessGroup) -> None:
+    """All share one memory, and most of the second ones have the id of the first, which is gone."""
+    x, num_reused = torch.randn(4, HIDDEN, requires_grad=True), 0
+    for _ in range(20):
+        layer = fusedtp.ColumnParallelLinear(HIDDEN, INNER, group=group)
+        first = id(layer.weight)
+        for _ in range(2):
+            layer.weight = nn.Parameter(layer.weight.data)
+        num_reused += id(layer.weight) == first
+        y = layer(x)
+        in_place(layer)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), x)
+    assert num_reused
+
+
 @on_ranks(2)
 def test_a_changed_input_is_refused_and_a_copy_is_not(group: ProcessGroup) -> None:
     """An input DTensor changed in place is refused, and so is a checkpoint; copies that hooks save are right."""

@@ -219,6 +219,48 @@ def test_saved_by_two_ranks(pool: RankPool, tmp_path: Path, kind: str) -> None:
     assert all(torch.equal(found[key], value) for key, value in saved["model"].items())
 
 
+def on_two_axes(group: ProcessGroup, data_ranks: int, seed: int) -> nn.Module:
+    """Return two linears over the last axis of a mesh, with FSDP2 over the first one if that has several ranks."""
+    ranks = torch.arange(group.size()).view(data_ranks, -1)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"group": mesh["tp"]}
+    ours = nn.Sequential(
+        fusedtp.ColumnParallelLinear(HIDDEN, INNER, **options), fusedtp.RowParallelLinear(INNER, 7, **options)
+    )
+    return fully_shard(ours, mesh=mesh["dp"]) if data_ranks > 1 else ours
+
+
+def save_on_two_axes(group: ProcessGroup, path: str) -> dict[str, Tensor]:
+    ours = on_two_axes(group, 2, 0)
+    dcp.save(ours.state_dict(), checkpoint_id=path, process_group=group)
+    saved: dict[str, Tensor] = whole(ours.state_dict())
+    # torch's own way without a broadcast is an error here, with torch's styles too.
+    other, options = on_two_axes(group, 2, 1), StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, copy.deepcopy(saved) if group.rank() == 0 else {}, options=options)
+    assert_same(whole(other.state_dict()), saved, "broadcast")
+    return saved
+
+
+def load_on_one_axis(group: ProcessGroup, path: str) -> dict[str, Tensor]:
+    ours = on_two_axes(group, 1, 1)
+    loaded = ours.state_dict()
+    dcp.load(loaded, checkpoint_id=path, process_group=group)
+    ours.load_state_dict(loaded)
+    return whole(ours.state_dict())  # type: ignore[no-any-return]
+
+
+def test_saved_on_two_axes_whose_lengths_do_not_divide(tmp_path: Path) -> None:
+    """9 rows over 2 x 2 ranks, and 7 rows and 9 columns; loaded on 2 ranks and on one."""
+    for world_size in (4, 2, 1):
+        with RankPool(world_size, timeout=100) as ranks:
+            if world_size == 4:
+                saved, *_ = ranks.run(save_on_two_axes, str(tmp_path))
+                continue
+            for loaded in ranks.run(load_on_one_axis, str(tmp_path)):
+                assert_same(loaded, saved, f"{world_size} ranks")
+
+
 @pytest.mark.parametrize("world_size", [4, 1])
 @on_ranks()
 def test_dense_states(group: ProcessGroup, world_size: int) -> None:

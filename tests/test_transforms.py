@@ -160,6 +160,32 @@ def of_layers(group: ProcessGroup, schedule: str) -> None:
     (dx,) = torch.autograd.grad(layer(leaf).sum(), leaf, create_graph=True)
     for each in (leaf, layer.down_proj.weight):
         refused(lambda: torch.autograd.grad(dx.sum() + each.sum(), each, retain_graph=True), SECOND)  # noqa: B023
+    of_norms(group, schedule)
+
+
+def of_norms(group: ProcessGroup, schedule: str) -> None:
+    """Compare second derivatives through the norm of a layer, which no matmul's gradient is part of, with torch's."""
+    rank, n = group.rank(), group.size()
+    torch.manual_seed(2)
+    for sequence_parallel in (True, False):
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "schedule": schedule}
+        layer = fusedtp.RowParallelLinear(
+            n * IN, OUT, bias=False, dtype=torch.float64, norm="layer_norm", group=group, **options
+        )
+        whole = [p.full_tensor().detach().requires_grad_() for p in layer.parameters()]  # type: ignore[operator]
+        x = torch.randn(ROWS, n * IN, dtype=torch.float64)
+
+        def twice(y: Tensor, normed: Tensor, parameters: list[Any]) -> tuple[Tensor, ...]:
+            loss = normed.pow(3).sum() + y.sum()
+            grads = torch.autograd.grad(loss, parameters[1:], create_graph=True)
+            parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
+            return torch.autograd.grad(sum(part.square().sum() for part in parts), parameters)
+
+        y = nn.functional.linear(x, whole[0])
+        expected = twice(y, nn.functional.layer_norm(y, (OUT,), *whole[1:], 1e-6), whole)
+        normed, y = layer(x[:, rank * IN :][:, :IN])
+        for got, ref in zip(twice(y, normed, list(layer.parameters())), expected, strict=True):
+            torch.testing.assert_close(got.full_tensor(), ref, rtol=1e-9, atol=1e-9)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -203,7 +203,7 @@ def _eager_gradients(ctx: Any, dys: Sequence[Any], tensors: Sequence[Any]) -> di
     # create_graph=True and torch.func's vmap need the operator.
     by_operator = torch.is_grad_enabled() or transformed
     if by_operator:
-        tensors = [local(dtensors[name], 2) if name in dtensors and name in call.weights else each
+        tensors = [local(dtensors[name], 2) if name in dtensors else each
                    for name, each in zip(ctx.saved, tensors, strict=True)]  # fmt: skip
         for name, each in zip(ctx.saved, tensors, strict=True):
             if name == "x" or name in call.weights:

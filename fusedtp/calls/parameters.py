@@ -263,12 +263,15 @@ class DTensorRecord:
     """Record of the DTensor that a plain tensor is the local part of.
 
     - `changes`: a tensor that shares only the DTensor's version counter.
-    - `identity`: the DTensor's id.
+    - `identity`: the DTensor's id. A later DTensor may have the same one.
+    - `part`: the DTensor's local tensor, which no later DTensor has. The DTensor itself may have no weak reference:
+      `Module.to` swaps parameters.
     - `seen`: the version when an operator last kept the part, `_NEVER` if none has.
     """
 
     changes: Tensor
     identity: int
+    part: ref[Tensor]
     seen: int
 
 
@@ -285,11 +288,12 @@ def watch(dtensor: Any) -> None:
     if dtensor.is_inference() or mine.is_inference():
         return
     holders, at = mine.untyped_storage().__dict__.setdefault(_HOLDERS, {}), mine.storage_offset()
-    if at not in holders or holders[at].identity != id(dtensor):
+    known = holders.get(at)
+    if known is None or known.identity != id(dtensor) or known.part() is not mine:
         # Shares the DTensor's version counter and none of its memory.
         with without_dispatch():
             changes = dtensor.detach()
-        holders[at] = DTensorRecord(changes, id(dtensor), _NEVER)
+        holders[at] = DTensorRecord(changes, id(dtensor), ref(mine), _NEVER)
         _count_changes()
 
 
