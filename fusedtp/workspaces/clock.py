@@ -92,6 +92,9 @@ def _look(ending: bool) -> None:
             continue
         try:
             look(ending)
+        except MemoryError:
+            # It looks again at the next tick.
+            continue
         except Exception:
             # As on a broken device. The time goes on for the other waits.
             _looks.pop(address, None)
