@@ -46,6 +46,20 @@ def test_round_trip(path: Path) -> None:
     assert os.listdir(path.parent) == ["sweep.csv"]
 
 
+@pytest.mark.parametrize("beyond", [1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
+def test_rows_of_one_run_are_read_however_little_is_sent(path: Path, beyond: float) -> None:
+    """Where sequential takes hardly longer than the matmul, `hidden` is a quotient of small differences."""
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        matmul = draw.uniform(100, 9000)
+        times = {"matmul": matmul, "comm": 1.0, "unfused": matmul * draw.uniform(0.9, 1.1)}
+        times |= {"sequential": matmul * (1 + beyond), "decomposed": matmul * (1 + draw.uniform(-5, 5) * beyond)}
+        outcomes = [Outcome(name, "forward", Verdict(), Timing.of([ms] * 3)) for name, ms in times.items()]
+        rows = rows_of(Case("all_gather_matmul", 2048, 28672, 4096, "float32", 2), outcomes, describe())
+        store.write(path, rows)
+        assert [row.variant for row in store.read(path)] == list(times)
+
+
 def test_a_file_from_before_rounds_were_kept_is_read(path: Path) -> None:
     store.write(path, [ROW, REFUSED])
     with path.open(newline="") as file:
