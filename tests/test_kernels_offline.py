@@ -174,9 +174,7 @@ HARMLESS = ("what is the same for all tiles is kept in registers", "an activatio
 HARMLESS_BEFORE = ("a weight of unknown alignment, from a table",)
 OF_OTHERS = () if checks.as_pinned() else HARMLESS if checks.is_newer() else HARMLESS_BEFORE
 # Triton 3.9 puts a barrier of its own before an exchange that releases.
-OF_OTHERS += (
-    ("no barrier before the release", "the barrier before the stores") if checks.versions()[0] >= (3, 9) else ()
-)
+OF_OTHERS += ("no barrier before the release", "the barrier before the stores") if checks.is_3_9() else ()
 FOUND = [mutant for mutant in MUTANTS if mutant.bug not in OF_OTHERS]
 
 

@@ -1,8 +1,8 @@
 """The protocol of `kernels.signal`, checked in every order of its steps: in all ops, and with planted bugs.
 
 Recordings of the real kernels and schedules (`protocol.record`) are checked, with their slots, halves, epochs and
-waits. FUSEDTP_PROTOCOL=large adds pairs, eight ranks and more shards. FUSEDTP_PROTOCOL=write writes the
-table of docs/protocol.md.
+waits. FUSEDTP_PROTOCOL=large adds pairs, eight ranks and more shards. FUSEDTP_PROTOCOL=write writes the table of
+docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_slots_that_few_ops_use_grow_old(idle: int) -> None:
 
 @pytest.mark.parametrize("name", cases.OPS)
 def test_the_largest_states_tell_of_all(name: str) -> None:
-    """Of the code as it is, and of the same recordings without barriers before releases."""
+    """Both searches find the code right, or both find it wrong; so too if its barriers before releases are gone."""
     calls = cases.sequence([name] * 2, (3, 1))
     bare = [[[_without_barriers(kernel) for kernel in kernels] for kernels in ops] for ops in calls]
     for each in (calls, bare):

@@ -22,11 +22,11 @@ from .launched import config_of
 ROLE_LANES = 5
 LANES = 24
 FLOAT8_LANES = 40
-# More of them with another Triton than the pinned one, and limit of scales in blocks with a newer one.
-MORE_LANES, BLOCKS_LANES_OF_NEWER = 4, 104
-# Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned, and there
-# in a float32 tree of any lengths.
-STACK, STACK_OF_NEWER, STACK_OF_NEWER_TREE = 64, 104, 240
+# More of them with another Triton than the pinned one, and limit of scales in blocks with a newer one, from 3.9 on.
+MORE_LANES, BLOCKS_LANES_OF_NEWER, BLOCKS_LANES_OF_3_9 = 4, 100, 101
+# Bytes of a thread's stack where not all is aligned, or with another Triton; with a newer one than is pinned, from 3.9
+# on, and with newer ones in a float32 tree of any lengths.
+STACK, STACK_OF_NEWER, STACK_OF_3_9, STACK_OF_NEWER_TREE = 64, 80, 104, 240
 # In a loop of blocks, copies of their scales: those of A's rows and of B's columns.
 _SCALE_COPIES = 2
 # What one loop of tiles and contraction adds, once: no wait is made for a tile after the last.
@@ -48,6 +48,11 @@ def is_newer() -> bool:
     return versions()[0] > versions()[1]
 
 
+def is_3_9() -> bool:
+    """Return whether this is Triton 3.9, or a newer one."""
+    return versions()[0] >= (3, 9)
+
+
 @functools.cache
 def versions() -> tuple[tuple[int, ...], tuple[int, ...]]:
     # Of this Triton, and of the pinned one.
@@ -62,8 +67,9 @@ def resources(built: Built) -> None:
     """Nothing of a program lives in local memory, and its shared memory is there.
 
     With another Triton than the pinned one, and on NVIDIA's GPUs where nothing is aligned, up to STACK bytes a thread
-    may on sm_80, sm_90 and gfx942, with a newer one STACK_OF_NEWER; nothing with an activation unless it is newer, and
-    nothing in an inner loop, but a word with a newer one where nothing is aligned.
+    may on sm_80, sm_90 and gfx942, with a newer one STACK_OF_NEWER, from 3.9 on STACK_OF_3_9; nothing with an
+    activation unless it is newer, and nothing in an inner loop, but a word of float8 from 3.9 on where nothing is
+    aligned.
     """
     assert built.shared_bytes <= TARGETS[built.case.target].shared_bytes, "more shared memory than there is"
     ends_with = built.case.flags.get("ACTIVATION")
@@ -76,7 +82,8 @@ def resources(built: Built) -> None:
         # All words of a table are scalars, of two registers each.
         most = 2 * built.case.flags["COUNT"]
     newer = is_newer()
-    most = BLOCKS_LANES_OF_NEWER if newer and built.case.blocks else most + MORE_LANES * (not as_pinned())
+    of_blocks = BLOCKS_LANES_OF_3_9 if is_3_9() else BLOCKS_LANES_OF_NEWER
+    most = of_blocks if newer and built.case.blocks else most + MORE_LANES * (not as_pinned())
     assert built.lanes <= most, f"{built.lanes} scalars in lanes"
     aligned = not built.case.loose or built.case.target == "gfx942"
     strict = (ends_with and not newer) or (as_pinned() and aligned)
@@ -84,13 +91,14 @@ def resources(built: Built) -> None:
         assert (built.spill_bytes, built.stack_bytes) == (0, 0), "spills or stack"
     elif built.case.target in ("sm_80", "sm_90", "gfx942"):
         is_wide_tree = built.case.loose and built.case.is_tree and built.case.dtype == torch.float32
-        of_newer = STACK_OF_NEWER_TREE if is_wide_tree else STACK_OF_NEWER
+        of_newer = STACK_OF_NEWER_TREE if is_wide_tree else STACK_OF_3_9 if is_3_9() else STACK_OF_NEWER
         assert built.spill_bytes + built.stack_bytes <= (of_newer if newer else STACK), (
             f"{built.stack_bytes} bytes of stack: spills"
         )
     kept = r"\b(LDL|STL)\b|^scratch_" + ("" if chooses else r"|^v_(read|write)lane_")
     spilled = [line for line in built.inner_loop if re.search(kept, line)]
-    assert len(spilled) <= (newer and built.case.loose), f"spills in the inner loop: {spilled}"
+    words = is_3_9() and built.case.loose and built.case.is_float8
+    assert len(spilled) <= words, f"spills in the inner loop: {spilled}"
 
 
 def multiplication(built: Built) -> None:
@@ -314,9 +322,8 @@ def against_plain(built: Built, plain: Built) -> None:
     """
     added = built.loop_as_asked() - plain.loop_as_asked()
     # Padding between instructions that must be some cycles apart; terms with scales are waited for where they are read,
-    # with a newer Triton all terms, and beside an activation.
-    chosen = VARIANTS[built.case.variant].more or built.case.flags.get("ACTIVATION")
-    waits = built.case.is_float8 or (is_newer() and chosen)
+    # with a newer Triton all terms.
+    waits = built.case.is_float8 or (is_newer() and VARIANTS[built.case.variant].more)
     for name in ("s_nop", *(("s_waitcnt",) if waits else ())):
         added.pop(name, None)
     if built.num_stages == 1:
@@ -329,9 +336,12 @@ def against_plain(built: Built, plain: Built) -> None:
         # Of as many that are made two at a time.
         added -= Counter({"v_mul_f32": 4})
         if is_newer():
-            # Some of their addresses lie in lanes.
-            added -= Counter({"v_writelane_b32": 8, "v_readlane_b32": 8})
+            # A few of their addresses lie in lanes.
+            moved = 8 if is_3_9() else 4
+            added -= Counter({"v_writelane_b32": moved, "v_readlane_b32": moved})
             added -= Counter(("s_movk_i32", "s_mov_b32", "s_lshl_b32"))
+    if case.flags.get("ACTIVATION") and is_3_9():
+        added -= Counter({"s_waitcnt": 5})
     if case.is_tree and VARIANTS[case.variant].more:
         # Terms may be of other lengths.
         added -= Counter(("mov.b32", "s_sub_i32", "v_cmp_gt_i32"))

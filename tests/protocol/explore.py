@@ -10,9 +10,11 @@ from .model import Model, Window, bits, closure, required
 
 @dataclass
 class Verdict:
-    """What was found: `wrong` is "", or describes the wrong state to which the commits `path` lead.
+    """The result of a search.
 
-    states: the number of states that were looked at.
+    - `wrong`: a description of the wrong state that was found, "" if there is none.
+    - `states`: the number of states that were looked at.
+    - `path`: the names of the commits that lead to the wrong state.
     """
 
     wrong: str
