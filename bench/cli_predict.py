@@ -66,6 +66,7 @@ def predict(
     from fusedtp import cost
     from fusedtp.choose.tuning import MODEL_ERROR
     from fusedtp.cost.model import verdict
+    from fusedtp.op import OPS
 
     console = Console()
     if list_:
@@ -77,6 +78,8 @@ def predict(
         raise typer.BadParameter(f"--picture must end in .png, got {str(picture)!r}")
     dtype = dtype or ("float32" if hardware == "here" else "bfloat16")
     of_m, of_n, of_k = (arguments.numbers(text, option) for text, option in ((m, "--m"), (n, "--n"), (k, "--k")))
+    # A collective alone has no contraction.
+    of_k = of_k if op not in OPS or OPS[op].multiplies else of_k[:1]
     sizes = list(dict.fromkeys(product(of_m, of_n, of_k)))
     ranks = list(dict.fromkeys(arguments.numbers(world_size, "--world-size")))
     if len(sizes) * len(ranks) > 1 and (matmul_us is not None or kernel_matmul_us is not None):

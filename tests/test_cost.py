@@ -438,6 +438,8 @@ def test_command() -> None:
     assert "send by themselves and can take less" in " ".join(below.split())
     given = invoke("all_gather_matmul", "--m", "4096", "--matmul-us", "403", "--kernel-matmul-us", "483")
     assert " 403 " in given.output
+    # A collective alone has no contraction.
+    assert invoke("all_gather", "--k", "5,6").output == invoke("all_gather").output
 
 
 def test_the_picture_has_every_prediction(tmp_path: Path) -> None:
