@@ -29,7 +29,7 @@ from fusedtp.workspaces.workspace import Workspace
 from . import generated
 from .harness import spread
 from .protocol import cases
-from .protocol.events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise
+from .protocol.events import Access, Advance, Arrive, Barrier, Event, Kernel, Raise, Wait
 from .protocol.explore import explore
 from .protocol.live import live
 from .protocol.model import Calls, Model, build
@@ -101,6 +101,20 @@ def test_a_kernel_that_waits_in_another_lane_is_a_deadlock(waits: str) -> None:
     verdict = explore(lanes("gather rows", waits))
     assert verdict.wrong.startswith("deadlock: never: "), verdict.wrong or "nothing was found"
     assert "gets the multiprocessors" in verdict.wrong
+
+
+@pytest.mark.parametrize("name", cases.LANE)
+def test_a_kernel_in_another_lane_finds_what_its_stream_has_waited_for(name: str) -> None:
+    for ops in cases.sequence([name] * 2, (3, 0, 1)):
+        for kernels in ops:
+            *host, leave = kernels
+            waited, found = (
+                {event for each in some for events in each.programs for event in events if isinstance(event, Wait)}
+                for some in (host, [leave])
+            )
+            assert leave.name == "step"
+            assert len(found) == 2
+            assert found <= waited
 
 
 def test_sequences_are_what_a_run_of_them_records() -> None:
