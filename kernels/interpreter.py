@@ -7,7 +7,8 @@ Costs that are removed:
 - All language functions are patched at every call of a device function, a millisecond each. Once a launch is enough, as
   all our device functions see the same `triton.language`.
 - Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
-- Every look-up rebuilds the table of NumPy types, every tensor its shape, every operation its operands' common type.
+- Every look-up rebuilds the table of NumPy types, every tensor and block type its shape, every operation its operands'
+  common type and shape, even those of operands that are alike, and the constant that a number is.
 
 Warnings that are left out: those of NumPy for overflow, and for operations without a value such as inf - inf. Kernels
 compute with infinities and NaN, as on a GPU.
@@ -82,7 +83,9 @@ def _leave_out_needless_work() -> None:
     interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
     semantic = type(interpreter.interpreter_semantic)
     semantic.computation_type_impl = _remembered(semantic.computation_type_impl)
+    semantic.binary_op_type_checking_impl = _unless_alike(semantic.binary_op_type_checking_impl)
     tl.tensor.__init__ = _with_shapes_that_are_kept(tl.tensor.__init__)
+    tl.block_type.__init__ = _with_shapes_of_types_that_are_kept(tl.block_type.__init__)
 
 
 def _remembered(of_types: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,6 +106,41 @@ def _with_shapes_that_are_kept(init: Callable[..., None]) -> Callable[..., None]
             return
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = found
+
+    return new
+
+
+def _with_shapes_of_types_that_are_kept(init: Callable[..., None]) -> Callable[..., None]:
+    known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+
+    def new(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(shape)
+        found = known.get(sizes)
+        if found is None:
+            init(self, element_ty, shape)
+            known[sizes] = self.shape, self.numel, f"<{self.shape}, "
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, name = found
+        self.name = f"{name}{element_ty}>"
+
+    return new
+
+
+def _unless_alike(check: Callable[..., Any]) -> Callable[..., Any]:
+    @lru_cache
+    def constant(value: int) -> Any:
+        return interpreter.interpreter_semantic.scalar_constant(value, tl.int32)
+
+    def new(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        kind = lhs.type.name if type(lhs) is tl.tensor else ""
+        if kind == "int32" and type(rhs) is int and -(2**31) <= rhs < 2**31:
+            return lhs, constant(rhs)
+        if kind and type(rhs) is tl.tensor and lhs.shape is rhs.shape and lhs.dtype.name == rhs.dtype.name:
+            # The fourth flag is for a division: halves have a quotient in float32. In Triton 3.9 it has a name.
+            if len(flags) < 4 and not named and not lhs.dtype.is_ptr():
+                return lhs, rhs
+        return check(self, lhs, rhs, *flags, **named)
 
     return new
 

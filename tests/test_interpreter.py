@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
 from torch.nn import functional as F
+from triton.language.semantic import IncompatibleTypeErrorImpl
 from triton.runtime import interpreter
 
 from fusedtp.epilogue import Epilogue
@@ -36,6 +39,36 @@ def test_types_of_operands_are_told_apart() -> None:
         assert of(tl.float16, False, tl.float16, False, True) == tl.float32
         assert of(tl.int32, True, tl.int64, False, False) == tl.int64
         assert of(tl.int64, False, tl.int32, False, False) == tl.int64
+
+
+def test_operands_that_are_alike_are_taken_as_they_are() -> None:
+    semantic = interpreter.interpreter_semantic
+
+    def block(dtype: tl.dtype, *shape: int) -> tl.tensor:
+        data = np.ones(shape or (1,), interpreter._get_np_dtype(dtype))
+        return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)) if shape else dtype)
+
+    for dtype in (tl.int32, tl.int64, tl.float16, tl.float32):
+        for shape in ((), (4,), (2, 4)):
+            one, other = block(dtype, *shape), block(dtype, *shape)
+            assert all(map(operator.is_, semantic.binary_op_type_checking_impl(one, other), (one, other)))
+    # Halves are divided in float32.
+    assert semantic.truediv(block(tl.float16, 4), block(tl.float16, 4)).dtype == tl.float32
+    assert semantic.truediv(block(tl.int32), 2).dtype == tl.float32
+    assert semantic.fdiv(block(tl.float32, 4), block(tl.float32, 4), False).dtype == tl.float32
+    for shape in ((), (4,)):
+        found = semantic.add(block(tl.int32, *shape), block(tl.int64, *shape), False)
+        assert (found.dtype, [size.value for size in found.shape]) == (tl.int64, list(shape))
+    assert [size.value for size in semantic.add(block(tl.int32, 4, 1), block(tl.int32, 1, 2), False).shape] == [4, 2]
+    # A number takes the type of the integer that it meets, and is refused if that cannot hold it.
+    for value in (-(2**31), -1, 0, 2**31 - 1):
+        found = semantic.minimum(block(tl.int32), value, tl.PropagateNan.NONE)
+        assert (found.dtype, found.handle.data.item()) == (tl.int32, min(1, value))
+    with pytest.raises(ValueError, match="out of range"):
+        semantic.add(block(tl.int32), 2**31, False)
+    pointers = block(tl.pointer_type(tl.int32), 4)
+    with pytest.raises(IncompatibleTypeErrorImpl):
+        semantic.mul(pointers, pointers, False)
 
 
 def test_bfloat16_is_converted_and_multiplied_exactly() -> None:
