@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import fusedtp
 
 from .cases import CASES
@@ -73,7 +75,9 @@ def _guilty(injection: Injection, outcome: Outcome) -> str:
         return "has another error"
     if error.peer == injection.rank or (error.op, error.rank) != (CASES[injection.case].op, outcome.rank):
         return "names another"
-    if f"had given up on rank {injection.rank}" not in str(error):
+    # In a ring the peer may have waited for this rank through another, which is then the one that it gave up on.
+    given_up = re.search(r"had given up on rank (\d+)", str(error))
+    if given_up is None or int(given_up[1]) == error.peer:
         return "is not told that it was given up"
     return "" if _same(outcome) else "was not refused with the same words"
 
