@@ -4,8 +4,8 @@ Ranks may outnumber cores, and a polling program would keep the core that the aw
 read-modify-write yields to other processes, and polls of an unchanged word sleep.
 
 Costs that are removed:
-- All language functions are patched at every call of a device function, a millisecond each. Once a launch is enough, as
-  all our device functions see the same `triton.language`.
+- All language functions are found and patched at every call of a device function, a millisecond each. To patch them once
+  a launch is enough, as all our device functions see the same `triton.language`, and to find them once a process.
 - Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
 - Every look-up rebuilds the table of NumPy types, every tensor and block type its shape, every operation its operands'
   common type and shape, even those of operands that are alike, and the constant that a number is.
@@ -24,6 +24,7 @@ Errors that are fixed:
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -73,6 +74,24 @@ def _patch_once_a_launch() -> None:
             raise InterpreterError(f"{self.fn.__name__}: {error!r}") from error
 
     InterpretedFunction.__call__ = call
+    interpreter._patch_builtin = _patch_builtin
+
+
+@lru_cache
+def _replaced(package: Any) -> list[tuple[str, Callable[..., Any]]]:
+    def interpreted(member: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        return call
+
+    return [(name, interpreted(each)) for name, each in inspect.getmembers(package) if tl.core.is_builtin(each)]
+
+
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name, member in _replaced(package):
+        scope.set_attr(package, name, member)
 
 
 def _leave_out_needless_work() -> None:
