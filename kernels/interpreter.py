@@ -4,8 +4,8 @@ Ranks may outnumber cores, and a polling program would keep the core that the aw
 read-modify-write yields to other processes, and polls of an unchanged word sleep.
 
 Costs that are removed:
-- All language functions are found and patched at every call of a device function, a millisecond each. To patch them once
-  a launch is enough, as all our device functions see the same `triton.language`, and to find them once a process.
+- All language functions are found and patched at every call of a device function, a millisecond each. They are patched
+  once a launch, as all our device functions see the same `triton.language`, and found once a process.
 - Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
 - Every look-up rebuilds the table of NumPy types, every tensor and block type its shape, every operation its operands'
   common type and shape, even those of operands that are alike, and the constant that a number is.
