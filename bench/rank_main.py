@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -112,10 +113,12 @@ def gloo_of(num_workers: int) -> str:
     import torch.distributed as dist
 
     gloo: Any = dist.ProcessGroupGloo
+    # A device has a thread that wakes up 100 times a second, also while its group is idle: all groups share one.
+    device = functools.cache(lambda interface: gloo.create_device(interface=interface))
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = gloo._Options()
-        options._devices = [gloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])]
+        options._devices = [device(os.environ["GLOO_SOCKET_IFNAME"])]
         options._threads, options._timeout = num_workers, timeout
         return gloo(store, rank, size, options)
 
