@@ -18,6 +18,7 @@ import fusedtp
 from fusedtp.bench.rank_main import load_module
 from fusedtp.bench.ranks import PRELOAD, RankError, RankPool, StartedCall, kept
 from fusedtp.bench.store import Measurement
+from fusedtp.workspaces import clock
 
 # The package and the tests are compiled to bytecode once, not by every rank and command: images may set the variable.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -67,6 +68,8 @@ def poison(group: ProcessGroup | None = None, package: str = fusedtp.__file__) -
     if group is not None:
         # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)
+        # Every rank that has a workspace has this clock, also while it is idle.
+        clock.TICK_SECONDS = 0.05
 
 
 class PoisonedPool(RankPool):
@@ -127,6 +130,9 @@ def _timeouts_end_with_a_file() -> Iterator[None]:
 
 def patient(group: ProcessGroup) -> None:
     fusedtp.set_timeout(110)
+    # What a file leaves, such as compiled graphs, need not be visited again and again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
