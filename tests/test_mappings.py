@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import os
 import time
 
@@ -130,7 +131,8 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
     for _ in range(2):
         use()
     deadline = time.monotonic() + 10
-    while held() != before and time.monotonic() < deadline:
+    # A thread of the first group may have been ending when it was counted.
+    while any(map(operator.gt, held(), before)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return [before, held()]
 
@@ -138,7 +140,7 @@ def destroyed_by_torch(group: ProcessGroup, layers: bool) -> list[tuple[int, int
 @pytest.mark.parametrize("layers", [False, True])
 def test_groups_that_torch_destroys_leave_nothing(pool: RankPool, layers: bool) -> None:
     for before, after in pool.run(destroyed_by_torch, layers):
-        assert after == before
+        assert all(map(operator.le, after, before)), (before, after)
         # DTensor's sharding caches keep the first of several equal meshes.
         assert layers or after[2] == 0
 
