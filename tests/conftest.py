@@ -68,7 +68,7 @@ def poison(group: ProcessGroup | None = None, package: str = fusedtp.__file__) -
     if group is not None:
         # Four ranks interpret kernels on two cores: on a busy machine a peer may be late without a fault.
         fusedtp.set_timeout(110)
-        # Every rank that has a workspace has this clock, also while it is idle.
+        # The clock of a rank with a workspace ticks also while it is idle: every 10 ms, twelve take a tenth of a core.
         clock.TICK_SECONDS = 0.05
 
 
@@ -121,7 +121,7 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _timeouts_end_with_a_file() -> Iterator[None]:
-    """Reset the ranks' timeout to that of `poison` after each test file."""
+    """Reset the ranks' timeout to that of `poison` after each test file, and collect what the file leaves."""
     yield
     if PoisonedPool.shared is not None:
         with contextlib.suppress(RankError):

@@ -77,7 +77,8 @@ def _guilty(injection: Injection, outcome: Outcome) -> str:
         return "names another"
     # In a ring the peer may have waited for this rank through another, which is then the one that it gave up on.
     given_up = re.search(r"had given up on rank (\d+)", str(error))
-    if given_up is None or int(given_up[1]) == error.peer:
+    others = {injection.rank, *range(injection.world_size if "ring" in injection.case else 0)} - {error.peer}
+    if given_up is None or int(given_up[1]) not in others:
         return "is not told that it was given up"
     return "" if _same(outcome) else "was not refused with the same words"
 
