@@ -19,6 +19,7 @@ from fusedtp.bench.intervals import Interval, Timing, busy, measured, ratio
 from fusedtp.bench.store import Measurement
 
 from .command import command, folded
+from .harness import LARGE
 
 MakeRow = Callable[..., Measurement]
 SIZES = (256, 512, 1024, 2048, 4096)
@@ -71,7 +72,7 @@ def autocorrelated(rng: np.random.Generator, count: int, correlation: float) -> 
 @pytest.mark.parametrize("rounds", [10, 20, 50])
 def test_interval_covers_where_rounds_are_not_independent(correlation: float, least: float, rounds: int) -> None:
     """Without a correction the coverage at 0.5 is 76 to 88 %, at 0.7 down to 62 %."""
-    rng, trials = np.random.default_rng(rounds), 600
+    rng, trials = np.random.default_rng(rounds), 600 if LARGE else 200
     inside = {"same run": 0, "two runs": 0}
     for _ in range(trials):
         a, b = (Timing.of(np.exp(0.05 * autocorrelated(rng, rounds, correlation)).tolist()) for _ in range(2))

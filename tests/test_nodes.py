@@ -41,16 +41,16 @@ def nodes() -> Iterator[tuple[str, ...]]:
 
 
 def test_two_nodes_time_what_reaches_over_them(nodes: tuple[str, ...], tmp_path: Path) -> None:
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
-                "--master-addr", HOST, "--master-port", "29612"]  # fmt: skip
+    # What a launcher tells each rank; `test_under_torchrun` tests torchrun itself.
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": HOST, "MASTER_PORT": "29612"}
     sweep = ["-m", "fusedtp.bench.cli", "sweep", "--op", "all_gather_matmul", "--shape", "24,20,16", "--rounds", "3",
              "--dtype", "float32", "--schedule", "decomposed,auto", "--baseline", "dtensor"]  # fmt: skip
     started = []
     for i, name in enumerate(nodes):
-        env = {**os.environ, "GLOO_SOCKET_IFNAME": f"fusedtp{i}", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **told, "RANK": str(i), "GLOO_SOCKET_IFNAME": f"fusedtp{i}", "OMP_NUM_THREADS": "1"}
         # A node sees only its own processes: memory is not shared through those of the other.
         inside = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--mount-proc"]
-        command = [*inside, *launcher, "--node-rank", str(i), *sweep, "--out", str(tmp_path / name)]
+        command = [*inside, sys.executable, "-P", *sweep, "--out", str(tmp_path / name)]
         started.append(
             subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         )

@@ -22,7 +22,7 @@ from fusedtp.bench.regress import BASELINE_LAUNCHES, LAUNCHES, Measured, NotComp
 from fusedtp.machine import Machine
 
 pytest.importorskip("pytest_benchmark")
-from .launches import CASES, HERE, IDS, KEYS, noisy, recorded
+from .launches import HERE, IDS, KEYS, noisy, recorded
 from .saved import saved
 
 ROOT = Path(__file__).parent.parent
@@ -350,7 +350,9 @@ def launch(tracked):
         each: {
             name: SimpleNamespace(rounds_ms=(ms, 2 * ms, 3 * ms), median_ms=2 * ms, path="", error_ratio=0.5,
                                   variant=name, failed=bool(WRONG), gate=WRONG)
-            for name, ms in (("matmul", 1.0), ("unfused", 2.0), ("decomposed", 1.5 * noise * SLOWER * plant))
+            for name, ms in (
+                ("matmul", 1.0), ("unfused", 2.0), ("decomposed", 1.5 * noise * SLOWER[each.direction] * plant),
+            )
         }
         for each in tracked
     }
@@ -369,17 +371,17 @@ def elsewhere_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugins"))
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p made_up")
-    monkeypatch.setenv("SLOWER", "1.0")
+    monkeypatch.setenv("SLOWER", '{"forward": 1.0, "both": 1.0}')
     monkeypatch.setenv("FUSEDTP_LAUNCHES", "4")
     return tmp_path
 
 
-def pytest_in(folder: Path, *given: str, slower: float = 1.0) -> tuple[int, str]:
-    """Return the exit code and output of `nox -s bench -- *given`, with `decomposed` slower by this factor."""
+def pytest_in(folder: Path, *given: str, **slower: float) -> tuple[int, str]:
+    """Return the exit code and output of `nox -s bench -- *given`, with `decomposed` slower by a direction's factor."""
     options = ["--benchmark-storage=saved", "--benchmark-save-data"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", regress.BENCHMARKS, *options, *given], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "SLOWER": str(slower)},
+        env={**os.environ, "SLOWER": json.dumps(slower)},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
@@ -394,17 +396,14 @@ def test_options_of_pytest_benchmark_work_on_ratios(elsewhere_on_disk: Path, cap
     assert baseline.matmul_ms == pytest.approx(2.0)
 
     fails = "--benchmark-compare-fail=median:10%"
-    code, said = pytest_in(elsewhere_on_disk, "--benchmark-save=after", "--benchmark-compare", fails, slower=1.15)
+    # Of one op, whose cases alone are launched, one is slower by more than a tenth and one by less.
+    options = ("--benchmark-save=after", "--benchmark-compare=0001", fails, "-s", "-k", "all_gather")
+    code, said = pytest_in(elsewhere_on_disk, *options, forward=1.15, both=1.05)
     assert code == 1
     slow = re.findall(r"test_ratio\[(\S+) / \w+\].* - Field 'median' has failed", said)
-    assert {schedule.rpartition("-")[2] for schedule in slow} == {"decomposed"}
-    assert len(slow) == 2 * len(CASES)
+    assert slow == [IDS[1]] * 2
     assert f"test_ratio[{IDS[1]} / matmul] (NOW)" in said
     assert [each.name for each in regress.history(folder)] == ["0001_before.json", "0002_after.json"]
-
-    # The first one, by its number; of one op, whose cases alone are launched.
-    code, said = pytest_in(elsewhere_on_disk, "--benchmark-compare=0001", fails, "-s", "-k", "all_gather", slower=1.05)
-    assert code == 0, said
     assert said.count("launch all_gather_matmul all_gather_matmul\n") == said.count("launch ") == 4
 
     capfd.readouterr()
