@@ -22,7 +22,8 @@ def test_compiled_kernels_are_executed_right() -> None:
     # Also what compiles many kernels: without Triton's cache that takes minutes.
     take_a_while = (
         "ziglang", "leaves", "layout", "fewer_stages", "dtype1", "mxfp8", "every_kernel",
-        "(hostile and float8)", "(missing_rank and (split or contraction))", "silu",
+        "(hostile and float8)", "(missing_rank and (split or contraction or scatter))", "silu",
+        "(prepared_launches and (parts or contraction or (scatter and five)))",
     )  # fmt: skip
     # Faults of the warp-specialised core are planted in the text of one Triton's PTX.
     other = () if triton.__version__.startswith("3.7.") else ("test_faults_are_found",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,8 +42,9 @@ POLL = """$L__poll:
 """
 
 
+@functools.cache
 def kernel(body: str, registers: int = 0) -> Program:
-    """Return a program of the statements in `body`; registers: those of a thread at its start, if declared."""
+    """Return a program of the statements in `body`, made once; registers: of a thread at its start, if declared."""
     params = ",\n".join(f"\t.param .u64 .ptr .global .align 1 k_param_{i}" for i in range(3))
     params += ",\n\t.param .align 64 .b8 k_param_3[128]"
     cap = f".maxnreg {registers}\n" if registers else ""
