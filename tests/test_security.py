@@ -26,9 +26,6 @@ from fusedtp.workspaces.rendezvous import StoreExchange
 
 from .beside import arenas
 
-# Tests here destroy every group on some ranks only.
-pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
-
 ROOT = Path(__file__).parent.parent
 NOBODY = 65534
 GET_SEALS, SEALED = 1034, 0x1 | 0x2 | 0x4  # linux/fcntl.h: no more seals, no shrinking, no growing
@@ -74,6 +71,8 @@ def made(group: ProcessGroup) -> int:
     return exchange.num_seen
 
 
+# It destroys every group on all ranks of the pool.
+@pytest.mark.usefixtures("destroyed_on_all_ranks")
 def test_arenas_have_no_name_and_one_user(pool: RankPool) -> None:
     before = sorted(os.listdir("/dev/shm"))
     assert all(pool.run(made))
