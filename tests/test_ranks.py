@@ -205,24 +205,6 @@ def nothing_kept(monkeypatch):
     monkeypatch.setattr(rank_pool, "_preload", "")
 
 
-def test_close_leaves_nothing(nothing_kept):
-    # The first pool opens files that stay open.
-    with RankPool(1, timeout=20) as pool:
-        assert len(pool.pids) == 1
-    # Garbage of other tests must not be closed meanwhile.
-    gc.collect()
-    seen = [open_fds()]
-    while len(seen) < 2 or (seen[-1] != seen[-2] and len(seen) < 20):
-        time.sleep(0.2)
-        seen.append(open_fds())
-    before = seen[-1]
-    with RankPool(1, timeout=20) as pool:
-        pids = pool.pids
-        assert pool.run(summed, Point(2)) == [(Point(2), 1)]
-    assert not running(pids)
-    assert open_fds() == before
-
-
 def test_start_up_failure_is_told():
     env = {"GLOO_SOCKET_IFNAME": "no-such-interface", rank_pool.PRELOAD: ""}
     with RankPool(1, timeout=20, env=env) as pool, pytest.raises(RankError, match=r"rank 0 \(starting\) raised"):
@@ -250,7 +232,21 @@ def test_ranks_meet_where_loopback_has_no_ipv4(monkeypatch, tmp_path):
     assert said.splitlines()[-1].startswith("ranks meet on the loopback interface, which does not answer (127.0.0.1: ")
 
 
-def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kept):
+def settled_fds() -> list[str]:
+    # Garbage of other tests must not be closed meanwhile.
+    gc.collect()
+    seen = [open_fds()]
+    while len(seen) < 2 or (seen[-1] != seen[-2] and len(seen) < 20):
+        time.sleep(0.2)
+        seen.append(open_fds())
+    return seen[-1]
+
+
+def test_ranks_are_forked_from_one_process_also_when_they_start_anew(two, nothing_kept):
+    """They leave no process and no file."""
+    # The first pool opens files that stay open.
+    two.run(summed, Point(0))
+    before = settled_fds()
     with RankPool(2, timeout=20) as pool:
         (server,) = set(pool.run(forked_from))
         assert server != os.getpid()
@@ -267,7 +263,10 @@ def test_ranks_are_forked_from_one_process_also_when_they_start_anew(nothing_kep
             time.sleep(0.01)
         (other,) = set(pool.run(forked_from))
         assert other != server
-    assert running([server, other]) == []
+        pids = pool.pids
+    assert running([server, other, *pids]) == []
+    gc.collect()
+    assert open_fds() == before
 
 
 def has_imported(group, name):
