@@ -19,7 +19,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton._C.libtriton import ir
@@ -171,7 +170,12 @@ class Recorder:
         if not self._open:
             return
         length = self.ws.data_offset + 2 * self.ws.half_bytes
+        if not addresses.size:
+            return
+        first, last = int(addresses.min()), int(addresses.max())
         for owner, begin in enumerate(self.ws.addresses):
+            if last < begin or first >= begin + length:
+                continue
             offsets = addresses.astype(np.int64) - begin
             offsets = offsets[(offsets >= 0) & (offsets < length)]
             if not offsets.size:
@@ -184,14 +188,14 @@ class Recorder:
 
     def header_stored(self, owner: int, word: int, emit: Callable[[Event], None], release: bool = False) -> None:
         """Record a store to a header word: a signal, or this rank's epoch."""
-        view = self.ws._arena.tensors[owner][4 * word : 4 * word + 4].view(torch.int32)  # type: ignore[union-attr]
+        value = words.int32_at(self.ws.addresses[owner] + 4 * word).value
         if self.is_fingerprint(word):
             self.fingerprint_stored(owner, word, emit)
         elif word >= signal.SIGNALS.value:
             slot, source = divmod(word - signal.SIGNALS.value, self.ws.world_size)
-            emit(Raise(owner, slot, source, int(view), release))
+            emit(Raise(owner, slot, source, value, release))
         elif word == signal.EPOCH.value:
-            emit(Advance(int(view)))
+            emit(Advance(value))
 
     def is_fingerprint(self, word: int) -> bool:
         """Return whether a fingerprint begins at a header's word; an entry's signal orders fingerprints like data."""
