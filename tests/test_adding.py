@@ -166,6 +166,9 @@ EPILOGUES: dict[str, list[Case]] = {
 
 def run_epilogues(group: ProcessGroup, schedule: str, field: str) -> None:
     for case in EPILOGUES[field]:
+        if schedule == "fused":
+            # For kernels the number of tiles counts.
+            case = replace(case, shape=(min(case.shape[0], 150),))
         Operands(case, group).check(schedule, f"{field} by {schedule}, {case}")
 
 

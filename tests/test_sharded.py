@@ -133,10 +133,10 @@ def test_every_sharding_over_one_axis(pool: RankPool, world_size: int) -> None:
     if LARGE:
         pool.run(run_cases, cases, SCHEDULES, world_size=world_size)
         return
-    # A default run is even on two ranks and uneven on three, and kernels have every third spec.
+    # A default run is even on two ranks and uneven on three, and kernels have every fourth spec.
     some, library = cases[world_size - 2 :: 2], {name: SCHEDULES[name] for name in ("unfused", "decomposed")}
     pool.run(run_cases, some, library, world_size=world_size)
-    pool.run(run_cases, some[world_size::3], {"fused": SCHEDULES["fused"]}, world_size=world_size)
+    pool.run(run_cases, some[world_size::4], {"fused": SCHEDULES["fused"]}, world_size=world_size)
 
 
 def test_every_sharding_over_two_axes(pool: RankPool) -> None:
@@ -150,9 +150,9 @@ def test_every_sharding_over_two_axes(pool: RankPool) -> None:
         # Neighbours in the list differ in one sharding only, so even and uneven splits alternate.
         cases[schedule].append(Case(text, {"M": 5, "K": 7, "N": 3}, splits if i % 2 else {}))
     assert [len(each) for each in cases.values()] == [906, 905]
-    # One in 29 here, all in nox -s soak; test_plan_simulated simulates each.
+    # One in 41 here, all in nox -s soak; test_plan_simulated simulates each.
     for schedule, each in cases.items():
-        some = each if LARGE else each[1::29]
+        some = each if LARGE else each[1::41]
         pool.run(run_cases, some, {schedule: SCHEDULES[schedule]}, (2, 2), timeout=900.0)
 
 
@@ -183,7 +183,9 @@ def random_cases(draw: st.DrawFn, shape: tuple[int, int]) -> Case:
 @bounded(2)
 @given(data=st.data())
 def test_random_specs_with_batch_dims_and_sizes(pool: RankPool, shape: tuple[int, int], data: st.DataObject) -> None:
-    cases = data.draw(st.lists(random_cases(shape), min_size=CASES, max_size=CASES + 3))
+    drawn = data.draw(st.lists(random_cases(shape), min_size=CASES, max_size=CASES + 3))
+    # The simplest draw is one case many times.
+    cases = list({str(case): case for case in drawn}.values())
     library = {schedule: SCHEDULES[schedule] for schedule in ("unfused", "decomposed")}
     pool.run(run_cases, cases, library, shape, timeout=400.0)
     pool.run(run_cases, cases[:4], {"fused": SCHEDULES["fused"]}, shape, timeout=400.0)
