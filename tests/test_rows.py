@@ -103,7 +103,7 @@ def in_sequence(group: ProcessGroup, schedule: str, drawn: Sequence[tuple[Case, 
         generation.changed()
         assert all(map(torch.equal, found, bits(operands, schedule))), f"{told}: other bits when it is made anew"
         # Back to the calls before, with caches.
-        operands.check(schedule, told)
+        assert all(map(torch.equal, found, bits(operands, schedule))), f"{told}: other bits when it is called again"
 
 
 @pytest.mark.parametrize(("schedule", "world_size"), [*spread(SCHEDULES, [2, 4, 3]), ("decomposed", 2)])
@@ -124,7 +124,7 @@ def test_pinned_rows(pool: RankPool, schedule: str, world_size: int) -> None:
         first = KINDS[kind]
         drawn = [
             (replace(first, shape=shape, how=first.how if kind in ("fsdp", "features") else how), wrong)
-            for shape, how, wrong in TURNS
+            for shape, how, wrong in (TURNS[:2] if schedule == "fused" and kind == "reduce" and not LARGE else TURNS)
         ]
         pool.run(in_sequence, schedule, drawn, world_size=world_size, timeout=400.0)
 
@@ -205,10 +205,16 @@ def entries() -> dict[str, int]:
 def few(group: ProcessGroup, schedule: str) -> dict[str, tuple[int, int]]:
     """Make few new numbers of rows, where fewer are kept."""
     with (
-        mock.patch.object(call, "MAX_ROWS", 3), mock.patch.object(operators, "MAX_ROWS", 3),
-        mock.patch.object(workspace, "_MAX_TABLES", 8),
+        mock.patch.object(call, "MAX_ROWS", 2), mock.patch.object(operators, "MAX_ROWS", 2),
+        mock.patch.object(workspace, "_MAX_TABLES", 4),
     ):  # fmt: skip
-        return many(group, schedule, 4)
+        return many(group, schedule, 3)
+
+
+def some(group: ProcessGroup, schedule: str) -> dict[str, tuple[int, int]]:
+    """Make more new numbers of rows than are kept. Views are dropped all at once: here, at every other."""
+    with mock.patch.object(workspace, "_MAX_VIEWS", 1):
+        return many(group, schedule, 40)
 
 
 def many(group: ProcessGroup, schedule: str, count: int = 150) -> dict[str, tuple[int, int]]:
@@ -254,7 +260,8 @@ def many(group: ProcessGroup, schedule: str, count: int = 150) -> dict[str, tupl
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 def test_new_rows_leave_nothing_behind(pool: RankPool, schedule: str) -> None:
-    assert pool.run(many if LARGE or schedule == "auto" else few, schedule, world_size=2) == [{}, {}]
+    run = many if LARGE else some if schedule == "auto" else few
+    assert pool.run(run, schedule, world_size=2) == [{}, {}]
 
 
 @on_ranks(1)
