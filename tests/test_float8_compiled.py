@@ -60,9 +60,9 @@ def same(found: Any, expected: Any, what: str) -> None:
 
 def whole_graphs(group: ProcessGroup, schedule: str, shift: int) -> None:
     """Check operands made inside the graph and passed in, with dynamic rows, and one operator a call."""
-    # Compiling is slow, so each schedule has every third function; `nox -s soak` takes all.
+    # Compiling is slow, so each schedule has every fourth function; `nox -s soak` takes all.
     turns = list(enumerate(calls(group).items()))
-    for i, (name, (call, K)) in turns if LARGE else turns[shift::3]:
+    for i, (name, (call, K)) in turns if LARGE else turns[shift::4]:
         recipe: Any = RECIPES[(i + shift) % len(RECIPES)]
         inside = (i // 2 + shift) % 2 == 0
 
