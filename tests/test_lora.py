@@ -20,7 +20,7 @@ import fusedtp
 from fusedtp.hf import decoders, lora
 
 from .harness import LARGE, mesh_of, on_ranks
-from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of
+from .test_decoders import VOCABULARY, close, decoder, gradients_are_those_of, small
 
 pytestmark = [
     pytest.mark.skipif(
@@ -59,7 +59,8 @@ def adapted(name: str, **more: Any) -> Any:
         config = peft.LNTuningConfig(target_modules=targets, task_type="CAUSAL_LM")
     else:
         config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(decoder(kind, **changes), config)
+    # Adapters may be those of some layers.
+    model = peft.get_peft_model((decoder if "layers_to_transform" in options else small)(kind, **changes), config)
     for key, parameter in model.named_parameters():
         if "lora_" in key or "ln_tuning" in key:
             nn.init.normal_(parameter, 0, 0.3)
@@ -112,7 +113,9 @@ def put_on_later(dense: Any, model: Any, rank: int) -> None:
     learn_alike(model, dense)
     for each in both:
         each.eval().zero_grad()
-    for kind in ("cat", "svd", "dare_linear"):
+    # Adapters of every linear are combined in each way, others in one.
+    is_every = set(LLAMA) <= set(dense.peft_config["default"].target_modules)
+    for kind in ("cat", "svd", "dare_linear") if LARGE or is_every else ("cat",):
         density = {"density": 0.5} if kind == "dare_linear" else {}
         for each in both:
             torch.manual_seed(25)
@@ -203,7 +206,7 @@ def test_put_on_afterwards(group: ProcessGroup) -> None:
 
     mesh = mesh_of(group)
     for targets in (["down_proj"], ["q_proj"], "all-linear"):
-        model = fusedtp.parallelize(decoder("Llama"), mesh, sequence_parallel=False)
+        model = fusedtp.parallelize(small("Llama"), mesh, sequence_parallel=False)
         with pytest.raises(NotImplementedError, match=r"put adapters on first, .* then call fusedtp\.parallelize"):
             peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))
     split = parallelize_module(nn.ModuleDict({"up": nn.Linear(4, 4)}), mesh, {"up": fusedtp.FusedColwiseParallel()})
@@ -225,7 +228,7 @@ def test_put_on_afterwards(group: ProcessGroup) -> None:
         loss_of(few, adapter_names=["head", "default"])
     with pytest.raises(NotImplementedError, match="put adapters on first"):
         few.add_adapter("second", peft.LoraConfig(target_modules=["down_proj"]))
-    dense = decoder("Mixtral")
+    dense = small("Mixtral")
     model = fusedtp.parallelize(copy.deepcopy(dense), mesh)
     both = [peft.get_peft_model(each, peft.LoraConfig(target_modules=["embed_tokens"])) for each in (dense, model)]
     for key, parameter in [pair for each in both for pair in each.named_parameters()]:
@@ -242,7 +245,7 @@ def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
     """
     import peft
 
-    one_head, config = decoder("Llama with one key head").train(), peft.PrefixTuningConfig(num_virtual_tokens=2)
+    one_head, config = small("Llama with one key head").train(), peft.PrefixTuningConfig(num_virtual_tokens=2)
     config.task_type = "CAUSAL_LM"
     tokens = torch.arange(3, 12)[None]
     for sequence_parallel in (True, False):
@@ -262,7 +265,7 @@ def test_prefix_tuning_put_on_afterwards(group: ProcessGroup) -> None:
             close(logits_of(model), logits_of(prefixed), "not trained")
         with pytest.raises(NotImplementedError, match=r"whose gradients would not .*: use prompt tuning"):
             loss_of(model)
-        heads = peft.get_peft_model(fusedtp.parallelize(decoder("Llama"), mesh_of(group), **options), config)
+        heads = peft.get_peft_model(fusedtp.parallelize(small("Llama"), mesh_of(group), **options), config)
         with torch.no_grad(), pytest.raises(NotImplementedError, match="keys and values of all heads, as peft"):
             loss_of(heads)
         for prompt in (
