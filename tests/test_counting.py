@@ -224,7 +224,7 @@ def test_no_all_reduce_where_a_reduce_scatter_does(pool: RankPool) -> None:
     assert (len(one), len(two)) == (27, 11**3)
     pool.run(count_specs, one, False)
     # The planner's test has all specs; these are a sample of every kind.
-    pool.run(count_specs, two[::11] if LARGE else two[::73], True, timeout=120.0)
+    pool.run(count_specs, two[::11] if LARGE else two[::131], True, timeout=120.0)
 
 
 def same_bits(group: ProcessGroup, schedule: str) -> None:
@@ -246,7 +246,8 @@ def same_bits(group: ProcessGroup, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["fused", "decomposed", "unfused"])
 def test_same_bits_every_time(pool: RankPool, schedule: str) -> None:
-    pool.run(same_bits, schedule)
+    # Two terms have one sum in any order.
+    pool.run(same_bits, schedule, world_size=3 if schedule == "fused" and not LARGE else 4)
 
 
 def keeps_shards(group: ProcessGroup) -> None:

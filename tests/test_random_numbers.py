@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from fusedtp.hf.tokens import TOKENS, DrawWhole
 
-from .harness import mesh_of, on_ranks
+from .harness import LARGE, mesh_of, on_ranks
 
 
 class Draws(nn.Module):
@@ -54,10 +55,15 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 5, 8])
+# Ranks without a token, with fewer than others, and with as many.
+@pytest.mark.parametrize(
+    ("num_tokens", "is_training", "world_size"),
+    list(product([1, 5, 8], [True, False], [2, 4]))
+    if LARGE
+    else [(1, True, 2), (5, True, 4), (8, True, 2), (5, False, 2)],
+)
 @on_ranks()
-def test_as_in_one_process(group: ProcessGroup, num_tokens: int, is_training: bool) -> None:
+def test_as_in_one_process(group: ProcessGroup, num_tokens: int, is_training: bool, world_size: int) -> None:
     """A layer that is in evaluation may draw as well, such as for Monte Carlo dropout."""
     mesh = mesh_of(group)
     whole = torch.randn(2, num_tokens, 6, generator=torch.Generator().manual_seed(1))
