@@ -7,7 +7,6 @@ call: a tensor made under torch.inference_mode may neither be written nor saved 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.nn import functional as F
 import fusedtp
 from fusedtp import reference
 
-from .harness import on_ranks
+from .harness import on_ranks, spread
 
 HIDDEN, INNER = 12, 20
 # Rows on every rank and the mode. An arena begins with halves of 64 KiB, too small for a call on 900 rows.
@@ -141,5 +140,5 @@ def alternate(group: ProcessGroup, kind: str, schedule: str) -> None:
 def test_train_and_eval_by_turns(group: ProcessGroup, world_size: int) -> None:
     # With one rank all schedules are the same.
     schedules = ("unfused", "decomposed", "auto") if world_size > 1 else ("auto",)
-    for kind, schedule in itertools.product(DIMS, schedules):
+    for kind, schedule in spread(list(DIMS), schedules):
         alternate(group, kind, schedule)

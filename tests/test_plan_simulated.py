@@ -184,7 +184,8 @@ def test_every_way_over_one_axis_by_sizes() -> None:
         usual = plan(text)
         for lengths in product((16, 2048, 2**18), repeat=3):
             sizes = dict(zip("MKN", lengths, strict=True))
-            for start_bytes in (0, 2**20):
+            # A time to start finds no plan that sizes alone do not.
+            for start_bytes in (0, 2**20) if LARGE else (0,):
                 found = plan(text, sizes=sizes, mesh={"X": 8}, start_bytes=start_bytes)
                 steps = tuple(matmul.steps for matmul in found.matmuls)
                 num_other += sum(one != other.steps for one, other in zip(steps, usual.matmuls, strict=True))
