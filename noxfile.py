@@ -223,16 +223,7 @@ def soak(session: nox.Session) -> None:
         for size in (2, 4):
             options = ("--programs", "--calls", "50000", "--world-size", str(size))
             session.run("python", "-P", "-m", "soak", *options, env=env)
-        files = (
-            "test_two_groups.py", "test_mutated_files.py", "test_sharded.py", "test_decoders.py", "test_ops.py",
-            "test_determinism.py", "test_layers.py", "test_bench_gate.py", "test_options.py",
-            "test_compile.py", "test_compiled_autograd.py", "test_counting.py", "test_ops_local.py", "test_parallel.py",
-            "test_plan_simulated.py",
-            "test_bytes.py", "test_float8_compiled.py", "test_float8_layers.py", "test_lora.py", "test_meaning.py",
-            "test_notation.py", "test_tree_order.py", "test_tree_decoder.py", "test_any_order.py",
-            "test_bench_layers.py", "test_rows.py",
-        )  # fmt: skip
-        session.run("pytest", *(f"tests/{file}" for file in files), env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
+        session.run("pytest", *TESTS, env={**ONE_THREAD, "FUSEDTP_SOAK": "large"})
 
 
 @nox.session(venv_backend="none")

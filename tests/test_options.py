@@ -147,7 +147,8 @@ def test_pinned(pool: RankPool, schedule: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "world_size"), dict.fromkeys(spread(SCHEDULES, [2, 4, 3]) + spread(SCHEDULES, [3, 1, 2]))
+    ("schedule", "world_size"),
+    dict.fromkeys(spread(SCHEDULES, [2, 4, 3]) + spread(SCHEDULES, [3, 1, 2, *([4] if LARGE else [])])),
 )
 @bounded(8 if LARGE else 1)
 @given(data=st.data())
