@@ -100,9 +100,11 @@ def tiny(name: str, **more: Any) -> Any:
 
     `more`: further values of the configuration.
     """
+    import transformers
     from transformers import AutoModelForCausalLM
 
-    kind = configurations()[name]
+    # The list of all families imports all their modules.
+    kind = getattr(transformers, name, None) or configurations()[name]
     try:
         config = kind(**{**_values(kind()), **MORE.get(name, {}), **more})
         with torch.device("meta"):

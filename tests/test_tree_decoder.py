@@ -19,17 +19,19 @@ from fusedtp.hf.decoders import decoder_plan
 from .harness import LARGE
 from .test_decoders import decoder, mesh_of
 
-SMALL = Training(vocabulary=16, hidden=16, intermediate=32, blocks=1, sequence=4)
+SMALL = Training(vocabulary=16, hidden=16, intermediate=32, blocks=1, sequence=4, batch=8 if LARGE else 4)
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 
 @pytest.mark.parametrize("order", ["tree", "rank"] if LARGE else ["tree"])
 def test_log_probabilities_on_any_number_of_ranks_and_in_a_batch(order: str) -> None:
     """As shown by `fusedtp train`; in the usual order some bits differ."""
-    world_sizes = (1, 4) if order == "tree" else (1, 2)
+    world_sizes = (1, 4) if LARGE and order == "tree" else (1, 2)
     settings = Training(**(vars(SMALL) | {"order": order}))
     found = compare_bits(settings, world_sizes)
-    assert [(ranks, batch) for ranks, batch, *_ in found] == [(n, batch) for n in world_sizes for batch in (1, 8)]
+    assert [(ranks, batch) for ranks, batch, *_ in found] == [
+        (n, batch) for n in world_sizes for batch in (1, SMALL.batch)
+    ]
     assert all(same == (far == 0) for *_, same, far in found)
     assert all(same for _, _, same, _ in found) == (order == "tree")
 
@@ -44,9 +46,8 @@ def logits(group: ProcessGroup, order: str, sequence_parallel: bool) -> Tensor:
     ids = torch.arange(2 * 5).view(2, 5) * 7 % 48
     with torch.no_grad():
         both: Tensor = model(ids).logits
-        one = model(ids[1:]).logits
-    if order == "tree":
-        assert torch.equal(one[0], both[1])
+        if order == "tree":
+            assert torch.equal(model(ids[1:]).logits[0], both[1])
     return both
 
 
@@ -113,7 +114,7 @@ def gradients(group: ProcessGroup) -> list[Tensor]:
 
 def test_two_steps_of_training_through_styles(pool: RankPool) -> None:
     one = pool.run(gradients, world_size=1)[0]
-    for world_size in (2, 4):
+    for world_size in (2, 4) if LARGE else (4,):
         for found in pool.run(gradients, world_size=world_size):
             for got, expected in zip(found, one, strict=True):
                 assert torch.equal(got, expected)

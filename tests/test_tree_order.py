@@ -158,7 +158,7 @@ def results(group: ProcessGroup, form: Callable[[Case], list[Tensor]], dtype: to
     return form(Case(group, dtype, order))
 
 
-@pytest.mark.parametrize(("form", "dtype", "world_size"), spread(FORMS, DTYPES, [2, 4]))
+@pytest.mark.parametrize(("form", "dtype", "world_size"), spread(FORMS, DTYPES, [2, 4, 2]))
 def test_the_same_bits_on_any_number_of_ranks(
     pool: RankPool, form: Callable[[Case], list[Tensor]], dtype: torch.dtype, world_size: int
 ) -> None:  # fmt: skip
