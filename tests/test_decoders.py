@@ -109,7 +109,7 @@ def decoder(name: str, **changes: Any) -> Any:
     return model.double().eval()
 
 
-# Models whose layers differ, and one of those whose layers do not.
+# Keep both layers of models whose layers differ, and of Llama, for what passes from layer to layer.
 TWO_LAYERS = ("Llama", "Gemma2", "LongcatFlash")
 
 
@@ -161,12 +161,12 @@ def alike(model: nn.Module, dense: nn.Module, **given: Any) -> None:
     gradients_are_those_of(model, dense)
 
 
-# Models that another one stands for, as they have the same plan.
+# Models with the plan of another one, which is tested in their place.
 ALIKE = {"Mistral": "Llama", "Qwen2": "Llama", "Phimoe": "Mixtral"}
 
 
 def _spread() -> list[Any]:
-    """Return models with one combination of options each; all of all models with FUSEDTP_SOAK=large."""
+    """Return a few models with one combination of options each; with FUSEDTP_SOAK=large, every model with all."""
     spread = []
     for i, name in enumerate(name for name in MODELS if LARGE or name not in ALIKE):
         # The last norm of the first OLMo has no parameters.
