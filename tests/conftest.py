@@ -100,12 +100,28 @@ def _poisoned_parent() -> None:
     poison()
 
 
+def preloaded() -> str:
+    # Some of them initialise CUDA, which no forked process can do again.
+    return os.environ.get(PRELOAD, "" if torch.cuda.is_available() else " ".join(IN_RANKS))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process that fork servers are forked from, once for all processes of the run."""
+    # Not at the top: ranks load this file by itself, for `poison`.
+    from .fork_servers import listening
+
+    if not hasattr(config, "workerinput"):
+        there = contextlib.ExitStack()
+        there.enter_context(listening(preloaded()))
+        config.add_cleanup(there.close)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fork_servers() -> Iterator[None]:
     """Keep fork servers that have imported torch; each environment has one server for all pools."""
-    # Some of them initialise CUDA, which no forked process can do again.
-    preload = "" if torch.cuda.is_available() else " ".join(IN_RANKS)
-    with kept(os.environ.get(PRELOAD, preload)):
+    from .fork_servers import forked
+
+    with forked(preloaded()), kept(preloaded()):
         yield
 
 
@@ -138,7 +154,6 @@ def patient(group: ProcessGroup) -> None:
 @pytest.fixture(scope="module")
 def within_bounds(pool: RankPool) -> Iterator[None]:
     """Check every address that a kernel touches on the pool's ranks; see `bounds`."""
-    # Not at the top: ranks load this file by itself, for `poison`.
     from .bounds import unwatch, watch
 
     pool.run(watch)

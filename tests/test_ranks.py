@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fusedtp.bench import ranks as rank_pool
-from fusedtp.bench.ranks import NotJoined, RankError, RankPool
+from fusedtp.bench.ranks import ForkServer, NotJoined, RankError, RankPool
 
 from .command import command
 
@@ -200,7 +200,8 @@ def test_only_module_level_functions(two):
 
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    """Run without the fork server that the tests' fixture keeps."""
+    """Run without the fork server that the tests' fixture keeps, and without those of `fork_servers`."""
+    monkeypatch.setattr(rank_pool, "ForkServer", ForkServer)
     monkeypatch.setattr(rank_pool, "_kept", None)
     monkeypatch.setattr(rank_pool, "_preload", "")
 
