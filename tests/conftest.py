@@ -91,6 +91,8 @@ class PoisonedPool(RankPool):
 IN_RANKS = (
     "pytest", "hypothesis", "torch._dynamo.repro.after_dynamo", "torch._inductor.compile_fx",
     "triton.experimental.gluon.nvidia.hopper", "transformers.models.llama.modeling_llama",
+    "fusedtp.workspaces.registry", "fusedtp.schedules.fused", "fusedtp.bench.train", "fusedtp.bench.overhead",
+    "fusedtp.bench.timeline",
 )  # fmt: skip
 
 

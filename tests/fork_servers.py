@@ -57,7 +57,8 @@ def listening(preload: str) -> Iterator[None]:
             listener.bind(name)
         listener.listen()
         command = [
-            sys.executable, "-P", __file__, str(listener.fileno()), str(os.getpid()), rank_main.__file__, preload,
+            sys.executable, "-P", __file__, str(listener.fileno()), str(os.getpid()), rank_main.__file__,
+            f"torch.distributed.tensor.parallel fusedtp {preload}",
         ]  # fmt: skip
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(listener.fileno(),), start_new_session=True
@@ -99,6 +100,17 @@ def forked(preload: str) -> Iterator[None]:
         yield
 
 
+def do_once() -> None:
+    """Do what each rank would: rewrite kernels for Triton's interpreter, and hash what graphs in a cache depend on."""
+    for name, module in list(sys.modules.items()):
+        for each in vars(module).values() if name.startswith("fusedtp.kernels.") else ():
+            if type(each).__name__ == "InterpretedFunction":
+                each.rewrite()
+    if cache := sys.modules.get("torch._inductor.codecache"):
+        cache.CacheBase.get_system()
+        cache.torch_key()
+
+
 def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
     spec = importlib.util.spec_from_file_location("rank_main", file)
     assert spec is not None
@@ -107,7 +119,7 @@ def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
     spec.loader.exec_module(rank_main)
     rank_main.die_with_parent(parent)
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    here = os.getpid()
+    here, names = os.getpid(), preload.split()
     # Servers that have ended are nobody's.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -118,9 +130,11 @@ def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
         for place, output in enumerate(outputs, 1):
             os.dup2(output, place)
         # If an import is broken, each rank reports it.
-        for name in ("fusedtp", "torch.distributed.tensor.parallel", *preload.split()):
+        while names:
             with contextlib.suppress(Exception):
-                importlib.import_module(name)
+                importlib.import_module(names.pop(0))
+                if not names:
+                    do_once()
         pid = os.fork()
         if pid == 0:
             listener.close()

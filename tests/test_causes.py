@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import fusedtp
-from fusedtp.bench.ranks import RankPool
+from fusedtp.bench.ranks import PRELOAD, RankPool
 from fusedtp.memory import Unreachable, posix
 
 pytestmark = pytest.mark.usefixtures("destroyed_on_all_ranks")
@@ -126,7 +126,8 @@ def without_interpreter(group: ProcessGroup, off: tuple[int, ...]) -> list[str]:
 def test_fused_without_the_interpreter_says_so_on_every_rank(
     world_size: int, off: tuple[int, ...], told: str
 ) -> None:  # fmt: skip
-    env = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
+    # In a server of its own, as the others have imported kernels.
+    env = {PRELOAD: "zipapp"} | ({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {})
     with RankPool(world_size, env=env, timeout=60) as ranks:
         for said in ranks.run(without_interpreter, off):
             for each in said:

@@ -22,8 +22,10 @@ def test_compiled_kernels_are_executed_right() -> None:
     # Also what compiles many kernels: without Triton's cache that takes minutes.
     take_a_while = (
         "ziglang", "leaves", "layout", "fewer_stages", "dtype1", "mxfp8", "every_kernel",
-        "(hostile and float8)", "(missing_rank and (split or contraction or scatter))", "silu",
-        "(prepared_launches and (parts or contraction or (scatter and five)))",
+        "silu", "(hostile and (float8 or parts or five))",
+        "(missing_rank and (test_emulated_cores or split or contraction or scatter))",
+        "(prepared_launches and (parts or contraction or five))", "(test_emulated_cores and test_ops and e4m3fn)",
+        "(test_emulated_cores and (gelu or relu or (test_faults_are_found and stage)))",
     )  # fmt: skip
     # Faults of the warp-specialised core are planted in the text of one Triton's PTX.
     other = () if triton.__version__.startswith("3.7.") else ("test_faults_are_found",)
