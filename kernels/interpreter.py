@@ -8,7 +8,8 @@ Costs that are removed:
   once a launch, as all our device functions see the same `triton.language`, and found once a process.
 - Every integer operation is computed again in 64 bits, for an overflow check that only debug mode makes.
 - Every look-up rebuilds the table of NumPy types, every tensor and block type its shape, every operation its operands'
-  common type and shape, even those of operands that are alike, and the constant that a number is.
+  common type, and the constant that a number is. Operands are repeated to one shape, which NumPy does by itself.
+- Every argument is looked at for constants in it, and every array's items for their width.
 
 Warnings that are left out: those of NumPy for overflow, and for operations without a value such as inf - inf. Kernels
 compute with infinities and NaN, as on a GPU.
@@ -28,7 +29,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
@@ -86,7 +87,12 @@ def _replaced(package: Any) -> list[tuple[str, Callable[..., Any]]]:
 
         return call
 
-    return [(name, interpreted(each)) for name, each in inspect.getmembers(package) if tl.core.is_builtin(each)]
+    # What they wrap; the wrapper checks that there is a `_semantic`.
+    return [
+        (name, interpreted(getattr(each, "__wrapped__", each)))
+        for name, each in inspect.getmembers(package)
+        if tl.core.is_builtin(each)
+    ]
 
 
 def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
@@ -101,10 +107,16 @@ def _leave_out_needless_work() -> None:
     # A pointer's type cannot be hashed.
     interpreter._get_np_dtype = lambda dtype: pointer if dtype.scalar.is_ptr() else of_scalar(dtype.scalar)
     semantic = type(interpreter.interpreter_semantic)
+    tl.core._unwrap_if_constexpr = _but_for_tensors(tl.core._unwrap_if_constexpr)
     semantic.computation_type_impl = _remembered(semantic.computation_type_impl)
-    semantic.binary_op_type_checking_impl = _unless_alike(semantic.binary_op_type_checking_impl)
+    semantic.binary_op_type_checking_impl = _unless_it_is_known(semantic.binary_op_type_checking_impl)
+    interpreter.TensorHandle.__init__ = _unchecked
     tl.tensor.__init__ = _with_shapes_that_are_kept(tl.tensor.__init__)
     tl.block_type.__init__ = _with_shapes_of_types_that_are_kept(tl.block_type.__init__)
+
+
+def _but_for_tensors(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: value if type(value) is tl.tensor else unwrap(value)
 
 
 def _remembered(of_types: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,22 +158,73 @@ def _with_shapes_of_types_that_are_kept(init: Callable[..., None]) -> Callable[.
     return new
 
 
-def _unless_alike(check: Callable[..., Any]) -> Callable[..., Any]:
-    @lru_cache
-    def constant(value: int) -> Any:
-        return interpreter.interpreter_semantic.scalar_constant(value, tl.int32)
+def _unless_it_is_known(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a faster way to the same pair of operands: of one dtype, and of one shape by their types alone.
 
-    def new(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
-        kind = lhs.type.name if type(lhs) is tl.tensor else ""
-        if kind == "int32" and type(rhs) is int and -(2**31) <= rhs < 2**31:
-            return lhs, constant(rhs)
-        if kind and type(rhs) is tl.tensor and lhs.shape is rhs.shape and lhs.dtype.name == rhs.dtype.name:
+    NumPy repeats rows, columns and scalars by itself, so their data stay as they are.
+    """
+
+    @lru_cache
+    def constant(value: float, dtype: Any) -> Any:
+        return interpreter.interpreter_semantic.scalar_constant(value, dtype)
+
+    def number(value: Any, dtype: Any) -> Any:
+        """Return a Python number as an operand for one of `dtype`, or None."""
+        if type(value) is int and -(2**31) <= value < 2**31:
+            if dtype.is_ptr():
+                return constant(value, tl.int32)
+            return constant(value, dtype) if dtype.name in ("int32", "int64") else None
+        # Zero has a sign, by which the cache does not tell it apart. It counts in Triton 3.9.
+        return constant(value, dtype) if type(value) is float and value and dtype.name == "fp32" else None
+
+    @lru_cache
+    def together(left: tuple[int, ...], right: tuple[int, ...]) -> list[int] | None:
+        try:
+            return list(interpreter.np.broadcast_shapes(left, right))
+        except ValueError:
+            return None
+
+    def of_shape(each: Any, shape: list[int]) -> Any:
+        if each.type.is_block() and list(each.type.shape) == shape:
+            return each
+        return tl.tensor(each.handle, tl.block_type(each.dtype, shape))
+
+    def widened(each: Any) -> Any:
+        made = interpreter.TensorHandle(each.handle.data.astype("int64"), tl.int64)
+        return tl.tensor(made, tl.block_type(tl.int64, each.type.shape) if each.type.is_block() else tl.int64)
+
+    def alike(lhs: Any, rhs: Any, flags: tuple[bool, ...], is_named: bool) -> tuple[Any, Any] | None:
+        """Return the operands with one dtype, a pointer's offset with its own; None if `check` must decide."""
+        left, right = lhs.dtype, rhs.dtype
+        if left.is_ptr():
+            return (lhs, rhs) if flags == (True, True) and right.name in ("int32", "int64") else None
+        if left.name == right.name:
             # The fourth flag is for a division: halves have a quotient in float32. In Triton 3.9 it has a name.
-            if len(flags) < 4 and not named and not lhs.dtype.is_ptr():
-                return lhs, rhs
-        return check(self, lhs, rhs, *flags, **named)
+            return None if ((len(flags) > 3 or is_named) and left.is_floating()) or right.is_ptr() else (lhs, rhs)
+        if (left.name, right.name) == ("int64", "int32"):
+            return lhs, widened(rhs)
+        return (widened(lhs), rhs) if (left.name, right.name) == ("int32", "int64") else None
+
+    @wraps(check)
+    def new(self: Any, lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        left: Any = lhs if type(lhs) is tl.tensor else number(lhs, rhs.dtype) if type(rhs) is tl.tensor else None
+        right = rhs if type(rhs) is tl.tensor else number(rhs, lhs.dtype) if left is lhs else None
+        if left is None or right is None or (pair := alike(left, right, flags, bool(named))) is None:
+            return check(self, lhs, rhs, *flags, **named)
+        left, right = pair
+        if left.shape is right.shape:
+            return pair
+        shapes = [tuple(each.type.shape) if each.type.is_block() else () for each in pair]
+        shape = together(*shapes)
+        if shape is None:
+            return check(self, lhs, rhs, *flags, **named)
+        return of_shape(left, shape), of_shape(right, shape)
 
     return new
+
+
+def _unchecked(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def _compute_without_warnings() -> None:

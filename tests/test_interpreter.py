@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +72,51 @@ def test_operands_that_are_alike_are_taken_as_they_are() -> None:
     pointers = block(tl.pointer_type(tl.int32), 4)
     with pytest.raises(IncompatibleTypeErrorImpl):
         semantic.mul(pointers, pointers, False)
+
+
+OPERATIONS = {
+    "add": (False,), "sub": (False,), "mul": (False,), "and_": (), "shl": (), "less_than": (), "equal": (),
+    "truediv": (), "floordiv": (), "mod": (), "minimum": (tl.PropagateNan.NONE,),
+}  # fmt: skip
+NUMBERS = (0, 1, -3, 2**31, 0.0, -0.0, 1.5, float("nan"), True)
+
+
+def of_operation(name: str, operands: Sequence[Any]) -> object:
+    """Return the type of a result and its bits, or the error that the operation raises."""
+    semantic = interpreter.interpreter_semantic
+    try:
+        if name == "where":
+            made = semantic.where(operands[0] == operands[0], *operands)
+        else:
+            made = getattr(semantic, name)(*operands, *OPERATIONS[name])
+    except Exception as error:
+        return type(error)
+    shape = [size.value for size in made.shape] if made.type.is_block() else [1]
+    data = np.broadcast_to(made.handle.data, shape)
+    assert made.handle.data.size == np.prod(shape, dtype=int)
+    return str(made.type), shape, data.dtype, data.tobytes()
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "where"])
+def test_operations_are_those_of_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With operands of unlike types and shapes, pointers, and Python's numbers on either side."""
+    random = np.random.default_rng(0)
+
+    def operand(dtype: tl.dtype, *shape: int) -> tl.tensor:
+        data = random.integers(1, 5, shape or (1,)).astype(interpreter._get_np_dtype(dtype))
+        handle = interpreter.TensorHandle(data, dtype)
+        return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
+
+    dtypes = (tl.int32, tl.int64, tl.uint32, tl.int1, tl.float16, tl.float32, tl.pointer_type(tl.int32))
+    tensors = [operand(dtype, *shape) for dtype in dtypes for shape in ((), (4,), (1, 4), (2, 1), (2, 4))]
+    pairs = [*itertools.product(tensors, repeat=2)]
+    pairs += [pair for each in tensors for number in NUMBERS for pair in ((each, number), (number, each))]
+    semantic = type(interpreter.interpreter_semantic)
+    with np.errstate(all="ignore"):
+        found = [of_operation(name, pair) for pair in pairs]
+        monkeypatch.setattr(semantic, "binary_op_type_checking_impl", semantic.binary_op_type_checking_impl.__wrapped__)
+        for pair, each in zip(pairs, found, strict=True):
+            assert each == of_operation(name, pair), (name, pair)
 
 
 def test_bfloat16_is_converted_and_multiplied_exactly() -> None:
