@@ -20,7 +20,9 @@ from fusedtp.bench.ranks import RankPool
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 TRAINER = str(EXAMPLES / "train.py")
 # Small, for speed.
-SIZES = ("--hidden", "64", "--batch", "4", "--length", "32", "--evaluate-every", "3", "--peak-tflops", "1")
+SIZES = (
+    "--hidden", "32", "--layers", "1", "--batch", "4", "--length", "16", "--evaluate-every", "3", "--peak-tflops", "1",
+)  # fmt: skip
 
 
 def trains(group: ProcessGroup, *options: str) -> str:
