@@ -22,14 +22,18 @@ from fusedtp.bench.timing import LONG_ROUNDS, MAX_ROUNDS, MIN_ROUNDS, measure
 CPU = torch.device("cpu")
 
 
-def sleeping(group: ProcessGroup, rounds: int | None) -> tuple[dict[str, Timing], list[str]]:
-    """Measure with rank 1 five times slower than rank 0; return timings and the order of calls."""
+def sleeping(group: ProcessGroup, rounds: int | None, more: float = 0.0) -> tuple[dict[str, Timing], list[str]]:
+    """Measure with rank 1 five times slower than rank 0; return timings and the order of calls.
+
+    more: seconds that the first round takes longer on rank 1.
+    """
     calls: list[str] = []
 
     def runner(name: str, seconds: float) -> Callable[[], None]:
         def run() -> None:
             calls.append(name)
-            time.sleep(seconds * (5 if dist.get_rank(group) == 1 else 1))
+            slow = dist.get_rank(group) == 1
+            time.sleep(seconds * (5 if slow else 1) + (more / 2 if slow and len(calls) <= 4 else 0))
 
         return run
 
@@ -44,7 +48,7 @@ def test_ranks_run_the_same_rounds_and_report_the_slowest(pool: RankPool, rounds
     assert calls == other_calls
     assert {timing.rounds for timing in first.values()} == {(len(calls) - 2) // 2}
     # a round takes at least 3 ms on rank 0, which decides; rank 1 alone would run fewer rounds
-    assert first["a"].rounds == rounds if rounds else MIN_ROUNDS < first["a"].rounds <= MAX_ROUNDS
+    assert first["a"].rounds == rounds if rounds else MIN_ROUNDS <= first["a"].rounds <= MAX_ROUNDS
     # sleep never ends early, so each time is at least rank 1's
     assert first["a"].p20_ms >= 5
     assert first["b"].p20_ms >= 10
@@ -57,18 +61,19 @@ def test_variants_take_turns(pool: RankPool) -> None:
 
 
 def sleeping_long(group: ProcessGroup, seconds: float) -> tuple[int, list[str]]:
-    """Measure rounds of 3 ms on rank 0 and 15 ms on rank 1; `seconds` is the limit of long rounds, which are kept."""
+    """Measure a first round of 3 ms on rank 0 and more than 200 ms on rank 1, with this limit of long rounds."""
     with mock.patch.multiple(timing, KEPT_SECONDS=seconds, LONG_SECONDS=seconds):
-        timings, calls = sleeping(group, None)
+        timings, calls = sleeping(group, None, more=0.2)
     return timings["a"].rounds, calls
 
 
 # Long on rank 1 alone: rank 1 must not keep the first round, nor stop after three. Long on both: all rounds count.
-@pytest.mark.parametrize(("seconds", "kept"), [(0.01, 0), (0.001, 1)])
+@pytest.mark.parametrize(("seconds", "kept"), [(0.2, 0), (0.001, 1)])
 def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
     (rounds, calls), others = pool.run(sleeping_long, seconds, world_size=2)
     assert (rounds, calls) == others
-    assert MIN_ROUNDS < rounds <= MAX_ROUNDS
+    # A busy machine may delay rank 0's first round, of which fewer then fit into the time.
+    assert (LONG_ROUNDS if kept else MIN_ROUNDS) <= rounds <= MAX_ROUNDS
     assert len(calls) == 2 * (rounds + 1 - kept)
 
 
