@@ -23,8 +23,7 @@ FOLDERS = ("fusedtp", "kernels", "bench", "tests", "docs", "noxfile.py")
 # Ranks are processes: more threads each would only take the cores from one another.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
-# Freed memory stays with its process: to touch new pages takes a twentieth of the tests' time, on some virtual machines
-# more.
+# Freed memory stays with its process, as touching new pages takes time, much on some virtual machines.
 KEEPING = {**ONE_THREAD, "MALLOC_MMAP_THRESHOLD_": str(2**28), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 
 # Three processes, each with its own pool of ranks: on two cores one runs while another waits. Files are taken in the

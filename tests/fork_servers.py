@@ -39,8 +39,10 @@ def imports_read(env: Mapping[str, str]) -> dict[str, str]:
 def address(folder: str) -> Iterator[str]:
     """Return the socket's name by way of an open folder, as it may have 107 characters, and a folder more."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    yield f"/proc/self/fd/{fd}/socket"
-    os.close(fd)
+    try:
+        yield f"/proc/self/fd/{fd}/socket"
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

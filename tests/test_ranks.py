@@ -198,12 +198,17 @@ def test_only_module_level_functions(two):
         two.run(lambda group: None)
 
 
+@pytest.fixture(autouse=True)
+def _servers_of_the_product(monkeypatch):
+    """Start servers as users do: those of `fork_servers` stand for them in other tests."""
+    monkeypatch.setattr(rank_pool, "ForkServer", ForkServer)
+    monkeypatch.setattr(rank_pool, "_preload", "")
+
+
 @pytest.fixture
 def nothing_kept(monkeypatch):
-    """Run without the fork server that the tests' fixture keeps, and without those of `fork_servers`."""
-    monkeypatch.setattr(rank_pool, "ForkServer", ForkServer)
+    """Run without the fork server that the tests' fixture keeps."""
     monkeypatch.setattr(rank_pool, "_kept", None)
-    monkeypatch.setattr(rank_pool, "_preload", "")
 
 
 def test_start_up_failure_is_told():
