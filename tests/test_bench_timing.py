@@ -38,7 +38,8 @@ def sleeping(group: ProcessGroup, rounds: int | None, more: float = 0.0) -> tupl
         return run
 
     runners = {"a": runner("a", 0.001), "b": runner("b", 0.002)}
-    return measure(runners, group, CPU, seconds=0.12, rounds=rounds), calls
+    # More than five rounds fit also if a busy machine delays the first one by a tenth of a second.
+    return measure(runners, group, CPU, seconds=0.6, rounds=rounds), calls
 
 
 @pytest.mark.parametrize("rounds", [None, 7])
@@ -48,7 +49,7 @@ def test_ranks_run_the_same_rounds_and_report_the_slowest(pool: RankPool, rounds
     assert calls == other_calls
     assert {timing.rounds for timing in first.values()} == {(len(calls) - 2) // 2}
     # a round takes at least 3 ms on rank 0, which decides; rank 1 alone would run fewer rounds
-    assert first["a"].rounds == rounds if rounds else MIN_ROUNDS <= first["a"].rounds <= MAX_ROUNDS
+    assert first["a"].rounds == rounds if rounds else MIN_ROUNDS < first["a"].rounds <= MAX_ROUNDS
     # sleep never ends early, so each time is at least rank 1's
     assert first["a"].p20_ms >= 5
     assert first["b"].p20_ms >= 10
@@ -72,8 +73,7 @@ def sleeping_long(group: ProcessGroup, seconds: float) -> tuple[int, list[str]]:
 def test_rank_0_decides_for_all_whether_a_round_is_long(pool: RankPool, seconds: float, kept: int) -> None:
     (rounds, calls), others = pool.run(sleeping_long, seconds, world_size=2)
     assert (rounds, calls) == others
-    # A busy machine may delay rank 0's first round, of which fewer then fit into the time.
-    assert (LONG_ROUNDS if kept else MIN_ROUNDS) <= rounds <= MAX_ROUNDS
+    assert MIN_ROUNDS < rounds <= MAX_ROUNDS
     assert len(calls) == 2 * (rounds + 1 - kept)
 
 
