@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,10 +26,12 @@ from fusedtp.epilogue import Epilogue
 from fusedtp.kernels import signal
 from fusedtp.norms import LAYER_NORM, RMS_NORM
 from fusedtp.op import Task
-from fusedtp.workspaces import agreement
+from fusedtp.workspaces import agreement, registry
+from fusedtp.workspaces.failures import Failing
 from fusedtp.workspaces.steps import HostSteps
+from fusedtp.workspaces.words import fingerprint_place, store_fingerprint, store_release
 
-from .harness import LARGE, on_gfx942
+from .harness import LARGE, on_gfx942, on_ranks
 
 SECONDS = 20.0
 FSDP = "[M_X, K] @ [K_X, N] -> [M_X, N]"
@@ -231,6 +234,28 @@ def test_every_option_of_a_task_is_compared(name: str) -> None:
 
 def test_all_that_is_said_of_tasks_is_of_a_field() -> None:
     assert OWN.keys() <= OTHERWISE.keys() <= {*TASK_FIELDS, *Epilogue._fields}
+
+
+@on_ranks(2)
+def test_a_rank_that_enters_while_its_words_are_read_means_the_same(group: ProcessGroup) -> None:
+    """Rank 1 gives up on rank 0. Then rank 0 enters the op between rank 1's reads of its fingerprint and its entry."""
+    fusedtp.set_timeout(SECONDS, group)
+    fusedtp.all_reduce(X, group=group, schedule="decomposed")
+    fusedtp.set_timeout(0.2, group)
+    if group.rank() == 1:
+        ws, header = registry.get(group, torch.device("cpu")), Failing._header
+        epoch, entry = ws.epoch + 1, signal.SIGNALS.value + signal.ENTRY_SLOT.value * 2
+
+        def enters(self: Failing, peer: int) -> list[int]:
+            first = header(self, peer)
+            store_fingerprint(ws.addresses[1] + 4 * fingerprint_place(epoch, 0, 2), ws.meanings.now.fingerprint)
+            store_release(ws.addresses[1] + 4 * entry, epoch)
+            return [*first[:entry], *header(self, peer)[entry:]]
+
+        with mock.patch.object(Failing, "_header", enters), pytest.raises(fusedtp.PeerTimeout, match="rank 0"):
+            fusedtp.all_reduce(X, group=group, schedule="decomposed")
+    dist.barrier(group)
+    fusedtp.destroy(group)
 
 
 def amid(group: ProcessGroup, late: int) -> tuple[bool, str]:

@@ -34,8 +34,14 @@ def has_entered(header: Sequence[int], peer: int, world_size: int, epoch: int) -
     return raised(header[signal.SIGNALS.value + signal.ENTRY_SLOT.value * world_size + peer], epoch)
 
 
-def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: int) -> list[int]:
-    """Return the ranks that have entered `epoch` with another fingerprint than `rank`, whose header is `header`."""
+def differing_ranks(
+    before: Sequence[int], header: Sequence[int], rank: int, world_size: int, epoch: int
+) -> list[int]:  # fmt: skip
+    """Return the ranks that have entered `epoch` with another fingerprint than `rank`, whose header is `header`.
+
+    before: the same header, read before. Its words are not read all at once, and a rank that enters meanwhile writes
+    its fingerprint first.
+    """
 
     def fingerprint(source: int) -> Sequence[int]:
         begin = fingerprint_place(epoch, source, world_size)
@@ -44,7 +50,7 @@ def differing_ranks(header: Sequence[int], rank: int, world_size: int, epoch: in
     return [
         peer
         for peer in range(world_size)
-        if peer != rank and has_entered(header, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
+        if peer != rank and has_entered(before, peer, world_size, epoch) and fingerprint(peer) != fingerprint(rank)
     ]
 
 
@@ -151,7 +157,8 @@ class Failing:
 
     def _fail(self, op: str, peer: int, slot: int, expected: int, seen: int, seconds: float | None = None) -> None:
         others = [other for other in range(self.world_size) if other != self.rank]
-        differing = differing_ranks(self._header(self.rank), self.rank, self.world_size, expected)
+        before, header = self._header(self.rank), self._header(self.rank)
+        differing = differing_ranks(before, header, self.rank, self.world_size, expected)
         if differing := differing or [other for other in others if agreement.heard(self._text(other)) is not None]:
             self.disagree(op, differing[0], expected)
         headers = self._settled()
