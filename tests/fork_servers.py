@@ -3,7 +3,7 @@
 Importing torch, its compiler and transformers takes a fork server seconds. The tests run in several processes, each
 with a server, and a pool of ranks with an environment of its own needs one more.
 
-As a script: `python -P fork_servers.py <listening socket's fd> <parent pid> <rank_main.py> <names of modules>`.
+As a script: `python -P fork_servers.py <listening socket's fd> <parent pid> <rank_main.py>`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ ADDRESS = "FUSEDTP_TESTS_FORK_SERVERS"
 KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
 # Ranks have one thread each.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# No import reads these variables: servers whose environments differ in nothing else have the same modules.
-READ_LATE = ("FUSEDTP_", "PYTEST_", "GLOO_", "COLUMNS", "CUBLAS_", "TORCH_SYMM_MEM_")
+# No import reads these variables: servers whose environments differ in nothing else have the same modules. (The
+# folders of PYTHONPATH are searched first from now on.)
+READ_LATE = ("FUSEDTP_", "PYTEST_", "GLOO_", "COLUMNS", "CUBLAS_", "TORCH_SYMM_MEM_", "PYTHONPATH")
 
 
 def imports_read(env: Mapping[str, str]) -> dict[str, str]:
@@ -46,25 +47,24 @@ def address(folder: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def listening(preload: str) -> Iterator[None]:
-    """Start the process, and end it with the servers that were forked from it.
-
-    preload: names of modules that it imports before it forks the first server, separated by blanks.
-    """
-    from fusedtp.bench import rank_main
-
+def listening() -> Iterator[None]:
+    """Start the process, and end it with the servers that were forked from it."""
+    # Found without an import of the package, and so of torch.
+    package = importlib.util.find_spec("fusedtp")
+    assert package is not None
+    assert package.submodule_search_locations
+    rank_main = os.path.join(package.submodule_search_locations[0], "bench", "rank_main.py")
     with tempfile.TemporaryDirectory(prefix="fork_servers_") as folder, socket.socket(*KIND) as listener:
         os.environ[ADDRESS] = folder
         with address(folder) as name:
             listener.bind(name)
         listener.listen()
-        command = [
-            sys.executable, "-P", __file__, str(listener.fileno()), str(os.getpid()), rank_main.__file__,
-            f"torch.distributed.tensor.parallel fusedtp {preload}",
-        ]  # fmt: skip
+        command = [sys.executable, "-P", __file__, str(listener.fileno()), str(os.getpid()), rank_main]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=(listener.fileno(),), start_new_session=True
         )
+        # If the process ends, who asks it is told.
+        listener.close()
         try:
             yield
         finally:
@@ -74,7 +74,10 @@ def listening(preload: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forked(preload: str) -> Iterator[None]:
-    """Fork the servers of pools from the process, unless their environment may give them other modules."""
+    """Fork the servers of pools from the process, unless their environment may give them other modules.
+
+    preload: names of modules that the process imports before it forks the first server, separated by blanks.
+    """
     from fusedtp.bench import ranks
 
     own, here = ranks.ForkServer, imports_read({**os.environ, **dict.fromkeys(THREADS, "1")})
@@ -87,7 +90,7 @@ def forked(preload: str) -> Iterator[None]:
             with theirs, socket.socket(*KIND) as asking:
                 with address(os.environ[ADDRESS]) as name:
                     asking.connect(name)
-                message = json.dumps([self.env, os.getcwd()]).encode()
+                message = json.dumps([self.env, os.getcwd(), preload]).encode()
                 socket.send_fds(asking, [message], [theirs.fileno(), 1, 2, ended])
                 os.close(ended)
                 pid = int(asking.recv(16))
@@ -105,7 +108,8 @@ def forked(preload: str) -> Iterator[None]:
 def do_once() -> None:
     """Do what each rank would: rewrite kernels for Triton's interpreter, and hash what graphs in a cache depend on."""
     for name, module in list(sys.modules.items()):
-        for each in vars(module).values() if name.startswith("fusedtp.kernels.") else ():
+        # A kernel that is rewritten adds names to its module.
+        for each in [*vars(module).values()] if name.startswith("fusedtp.kernels.") else ():
             if type(each).__name__ == "InterpretedFunction":
                 each.rewrite()
     if cache := sys.modules.get("torch._inductor.codecache"):
@@ -113,7 +117,7 @@ def do_once() -> None:
         cache.torch_key()
 
 
-def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
+def main(listener: socket.socket, parent: int, file: str) -> None:
     spec = importlib.util.spec_from_file_location("rank_main", file)
     assert spec is not None
     assert spec.loader is not None
@@ -121,22 +125,23 @@ def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
     spec.loader.exec_module(rank_main)
     rank_main.die_with_parent(parent)
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    here, names = os.getpid(), preload.split()
+    here, is_first = os.getpid(), True
     # Servers that have ended are nobody's.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         client, _ = listener.accept()
         message, (requests, *outputs, ended), _, _ = socket.recv_fds(client, 1 << 20, 4)
-        env, folder = json.loads(message)
+        env, folder, preload = json.loads(message)
         # What is imported may print.
         for place, output in enumerate(outputs, 1):
             os.dup2(output, place)
         # If an import is broken, each rank reports it.
-        while names:
+        for each in ("torch.distributed.tensor.parallel", "fusedtp", *preload.split()) if is_first else ():
             with contextlib.suppress(Exception):
-                importlib.import_module(names.pop(0))
-                if not names:
-                    do_once()
+                importlib.import_module(each)
+        if is_first:
+            do_once()
+        is_first = False
         pid = os.fork()
         if pid == 0:
             listener.close()
@@ -146,6 +151,7 @@ def main(listener: socket.socket, parent: int, file: str, preload: str) -> None:
             os.chdir(folder)
             os.environ.clear()
             os.environ.update(env)
+            sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             for output in outputs:
                 os.close(output)
             rank_main.serve(socket.socket(fileno=requests))

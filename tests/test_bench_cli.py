@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -24,7 +22,7 @@ from fusedtp.bench.jobs import Job
 from fusedtp.bench.store import Measurement, rows_of
 from fusedtp.bench.tables import times
 
-from .command import command, folded
+from .command import command, folded, module
 
 MakeRow = Callable[..., Measurement]
 ONLY = ("--schedule", "decomposed", "--baseline", "none")
@@ -196,15 +194,15 @@ def test_an_estimate_is_a_range_where_something_else_runs(
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     # First a shape beyond any processor's addresses: its operands cannot be made.
     shapes = ["--patience", "60", "--shape", f"{2**30},16,{2**30}", *map(str, TINY)]
-    given = [*launcher, "-m", "fusedtp.bench.cli", "sweep", *shapes, *ONLY, "--out", str(tmp_path)]
+    sweep = ["-m", "fusedtp.bench.cli", "sweep", *shapes, *ONLY, "--out", str(tmp_path)]
     # away from the checkout: -m puts the working directory first, whose fusedtp lacks kernels and bench
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(given, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
-    assert (done.returncode, done.stdout.count("Times, forward")) == (1, 1), done.stderr
-    assert all(text in folded(done.stdout) for text in ("7 of 17 results", "can't allocate memory")), done.stdout
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    code, said = module(*launcher, *sweep, folder=tmp_path, env=env)
+    assert (code, said.count("Times, forward")) == (1, 1), said
+    assert all(text in folded(said) for text in ("7 of 17 results", "can't allocate memory")), said
     # One rank is the reference of scaling.
     found = [(row.variant, row.world_size) for row in stored(tmp_path) if row.median_ms]
     assert found == [("matmul", 1), ("unfused", 1), *((variant, 2) for variant in BASIC)]

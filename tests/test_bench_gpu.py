@@ -73,7 +73,7 @@ class Refused:
         if name.partition(".")[0] in ("typer", "click", "rich", "pandas", "scipy", "matplotlib", "jinja2", "pynvml"):
             raise ImportError(f"{name} is not installed")
 sys.meta_path.insert(0, Refused())
-sys.argv[1:] = ["--dry-run", "--item", "latency", "--item", "link", "--out", sys.argv[1]]
+sys.argv[1:] = ["--dry-run", "--item", "latency", "--out", sys.argv[1]]
 runpy.run_module("fusedtp.bench.gpu", run_name="__main__", alter_sys=True)
 """
 

@@ -386,7 +386,7 @@ def test_a_dry_run_has_the_shapes() -> None:
 
 
 def in_a_process(group: ProcessGroup, activations: Sequence[str], cache: str) -> int:
-    """Compare compiled calls with eager ones, and return the number of graphs that the cache on disk had."""
+    """Compare the last call, compiled, with the eager one; return the number of graphs that the cache on disk had."""
     from torch._dynamo.utils import counters
 
     def of(activation: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -395,23 +395,25 @@ def in_a_process(group: ProcessGroup, activations: Sequence[str], cache: str) ->
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     torch.manual_seed(0)
     x, w = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
-    for activation in activations:
-        call, results = of(activation), []
-        with few_kernels():
-            for each in (call, torch.compile(call, fullgraph=True)):
-                y = each(x, w)
-                results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
-        torch.testing.assert_close(*results)
+    *others, call = map(of, activations)
+    for other in others:
+        other(x, w)
+    results = []
+    with few_kernels():
+        for each in (call, torch.compile(call, fullgraph=True)):
+            y = each(x, w)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
+    torch.testing.assert_close(*results)
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def test_a_graph_from_the_cache_on_disk_has_the_settings_that_it_was_compiled_with(tmp_path: Path) -> None:
-    """The second process makes the same calls in the other order, by the first one's graphs, and compares gradients."""
+    """The second process has other settings first, and then makes the first one's call by its graph."""
     hits = []
-    for activations in (("silu", "gelu"), ("gelu", "silu")):
+    for activations in (["silu"], ["gelu", "silu"]):
         with RankPool(1, timeout=100) as ranks:
             hits += ranks.run(in_a_process, activations, str(tmp_path))
-    assert hits == [0, 2]
+    assert hits == [0, 1]
 
 
 def test_a_graph_with_settings_of_another_process_is_refused() -> None:

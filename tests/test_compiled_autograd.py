@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -169,33 +169,16 @@ def gradients(module: nn.Module, x: Tensor, forward: Any, *, compiled: bool) -> 
 COMPILED = {"all_gather": 0.0, "ParallelMLP": 0.0, "linears": 0.0, "RowParallelLinear, normed": 16.0}
 
 
-class Together(nn.Module):
-    """Several modules and functions with an input each, which share one backward."""
-
-    def __init__(self, made: Sequence[OutputShape]) -> None:
-        super().__init__()
-        self.parts, self.xs = nn.ModuleList(module for module, _ in made), [x for _, x in made]
-
-    def forward(self, scale: Tensor) -> tuple[Any, ...]:
-        outs = (part(x * scale if x.is_floating_point() else x) for part, x in zip(self.parts, self.xs, strict=True))
-        return tuple(each for out in outs for each in (out if isinstance(out, tuple) else (out,)))
-
-
-def together(group: ProcessGroup, names: Sequence[str]) -> OutputShape:
-    made = [CASES[name](group) for name in names]
-    return made[0] if len(made) == 1 else (Together(made), torch.ones(1))
-
-
-def compared(group: ProcessGroup, names: Sequence[str]) -> None:
+def compared(group: ProcessGroup, name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(group.rank())
-    module, x = together(group, names)
+    module, x = CASES[name](group)
     with few_kernels():
         expected = gradients(module, x, module, compiled=False)
         assert len(expected) == len([*module.parameters()]) + x.is_floating_point()
         roundings = {module: 0.0}
-        if len(names) == 1 and names[0] in COMPILED:
-            most = COMPILED[names[0]] * torch.finfo(x.dtype).eps
+        if name in COMPILED:
+            most = COMPILED[name] * torch.finfo(x.dtype).eps
             roundings[torch.compile(module, backend="aot_eager")] = most
         for forward, rounding in roundings.items():
             # The second backward takes the first one's graph.
@@ -208,17 +191,16 @@ def compared(group: ProcessGroup, names: Sequence[str]) -> None:
     torch._dynamo.reset()
 
 
-# Both operators, with and without a norm, and parameters of layers in one graph, and hooks of styles; `nox -s soak`
-# takes all, in a graph each.
+# Both operators, several weights, a norm, parameters of a layer, and hooks of styles; `nox -s soak` takes all.
 SOME = (
-    ("all_gather_linear, swiglu", "linear_reduce_scatter, normed", "reduce_scatter", "FSDPLinear"),
-    ("linears, sequence",), ("embedding",), ("group",),
+    "all_gather_linear, swiglu", "linear_reduce_scatter, normed", "reduce_scatter", "FSDPLinear", "linears, sequence",
+    "group",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [(name,) for name in CASES] if LARGE else SOME, ids=" and ".join)
-def test_gradients_are_those_of_an_eager_backward(pool: RankPool, names: Sequence[str]) -> None:
-    pool.run(compared, names, world_size=2, timeout=120)
+@pytest.mark.parametrize("name", CASES if LARGE else SOME)
+def test_gradients_are_those_of_an_eager_backward(pool: RankPool, name: str) -> None:
+    pool.run(compared, name, world_size=2, timeout=120)
 
 
 def changed(group: ProcessGroup) -> None:

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,6 +15,8 @@ import pytest
 from torch.distributed import ProcessGroup
 
 from fusedtp.bench.ranks import RankPool
+
+from .command import module
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 TRAINER = str(EXAMPLES / "train.py")
@@ -49,11 +50,10 @@ def read(said: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def of_one_process() -> dict[str, float]:
     """Run the trainer by its command line."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", TRAINER, *SIZES, "--steps", "6"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    return read(done.stdout)
+    options = ("--standalone", TRAINER, *SIZES, "--steps", "6")
+    code, said = module("torch.distributed.run", *options, folder=EXAMPLES, env={"OMP_NUM_THREADS": "1"})
+    assert code == 0, said
+    return read(said)
 
 
 def test_one_process_learns(of_one_process: dict[str, float]) -> None:

@@ -259,7 +259,7 @@ def test_a_fork_after_init_is_refused_and_its_parent_goes_on(pool: RankPool) -> 
 
 
 def loads(group: ProcessGroup, start: str) -> bool:
-    """Load batches in workers that start after the group's first op, with ops in between and after."""
+    """Load batches in a worker of rank 0 that starts after the group's first op, with ops in between and after."""
 
     def reduce(schedule: str, values: torch.Tensor = X) -> torch.Tensor:
         return fusedtp.all_reduce(values, group=group, schedule=schedule)
@@ -269,7 +269,8 @@ def loads(group: ProcessGroup, start: str) -> bool:
     with warnings.catch_warnings():
         # Python 3.12 warns of forks with threads.
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        loader = DataLoader(TensorDataset(numbers), batch_size=2, num_workers=1, multiprocessing_context=start)
+        worker = {"num_workers": 1, "multiprocessing_context": start} if group.rank() == 0 else {}
+        loader = DataLoader(TensorDataset(numbers), batch_size=2, **worker)
         sums = [reduce("fused" if number == 1 else "decomposed", batch) for number, (batch,) in enumerate(loader)]
     assert torch.equal(torch.cat(sums), group.size() * numbers)
     return bool((reduce("decomposed") == group.size()).all())

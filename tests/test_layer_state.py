@@ -306,9 +306,15 @@ def with_fsdp(on_meta: bool) -> nn.Module:
     ("name", "options", "how"),
     [
         ("AdamW", {"lr": 0.01, "foreach": True}, ""),
-        ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
-        ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
         ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2 of layers on meta"),
+        *(
+            [
+                ("SGD", {"lr": 0.01, "momentum": 0.9, "foreach": True}, ""),
+                ("AdamW", {"lr": 0.01, "foreach": False}, "FSDP2"),
+            ]
+            if LARGE
+            else []
+        ),
     ],
 )
 @on_ranks(4)

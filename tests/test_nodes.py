@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from fusedtp.bench import store
+from fusedtp.bench.ranks import RankPool
+
+from .command import as_python
 
 NAMES = ("fusedtp-node-0", "fusedtp-node-1")
 HOST = "10.213.7.1"
+# linux/sched.h; linux/mount.h: MS_REC | MS_PRIVATE
+CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x20000000, 0x40000000
+MS_PRIVATE = 0x4000 | 0x40000
 
 
 def ip(*words: str, check: bool = True) -> None:
@@ -40,22 +49,34 @@ def nodes() -> Iterator[tuple[str, ...]]:
         ip("netns", "del", name)
 
 
-def test_two_nodes_time_what_reaches_over_them(nodes: tuple[str, ...], tmp_path: Path) -> None:
+def sweep_on_its_node(group: ProcessGroup, sweep: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Run the sweep in a process of the rank's node, which sees no process of the other: ranks reach each other's
+    memory through /proc. Return the exit code and the output.
+    """
+    rank, libc, said = group.rank(), ctypes.CDLL(None, use_errno=True), folder / f"said.{group.rank()}"
     # What a launcher tells each rank; `test_under_torchrun` tests torchrun itself.
     told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": HOST, "MASTER_PORT": "29612"}
-    sweep = ["-m", "fusedtp.bench.cli", "sweep", "--op", "all_gather_matmul", "--shape", "24,20,16", "--rounds", "3",
-             "--dtype", "float32", "--schedule", "decomposed,auto", "--baseline", "dtensor"]  # fmt: skip
-    started = []
-    for i, name in enumerate(nodes):
-        env = {**os.environ, **told, "RANK": str(i), "GLOO_SOCKET_IFNAME": f"fusedtp{i}", "OMP_NUM_THREADS": "1"}
-        # A node sees only its own processes: memory is not shared through those of the other.
-        inside = ["ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--mount-proc"]
-        command = [*inside, sys.executable, "-P", *sweep, "--out", str(tmp_path / name)]
-        started.append(
-            subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        )
-    said = [process.communicate(timeout=200)[0].decode() for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+    env = told | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": f"fusedtp{rank}", "OMP_NUM_THREADS": "1"}
+    dist.destroy_process_group()
+    said.touch()
+    with open(f"/run/netns/{NAMES[rank]}") as net:
+        entered = libc.setns(net.fileno(), CLONE_NEWNET), libc.unshare(CLONE_NEWPID | CLONE_NEWNS)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            mounted = libc.mount(None, b"/", None, MS_PRIVATE, None), libc.mount(b"proc", b"/proc", b"proc", 0, None)
+            if (*entered, *mounted) == (0, 0, 0, 0):
+                os._exit(as_python("fusedtp.bench.cli", [*sweep, "--out", NAMES[rank]], str(folder), env, str(said)))
+        os._exit(100)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.read_text()
+
+
+def test_two_nodes_time_what_reaches_over_them(nodes: tuple[str, ...], tmp_path: Path) -> None:
+    sweep = ("sweep", "--op", "all_gather_matmul", "--shape", "24,20,16", "--rounds", "3", "--dtype", "float32",
+             "--schedule", "decomposed,auto", "--baseline", "dtensor")  # fmt: skip
+    with RankPool(2, timeout=200) as ranks:
+        done = ranks.run(sweep_on_its_node, sweep, tmp_path)
+    assert [code for code, _ in done] == [0, 0], done
     (path,) = (tmp_path / nodes[0]).glob("*/sweep.csv")
     rows = {(row.variant, row.world_size): row for row in store.read(path)}
     for variant in ("matmul", "comm", "unfused", "auto", "dtensor"):

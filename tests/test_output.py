@@ -24,7 +24,7 @@ from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from fusedtp.bench import output, providers, store
+from fusedtp.bench import output, providers, report, store
 from fusedtp.bench.cli import app
 from fusedtp.files import visible
 
@@ -284,6 +284,7 @@ def test_without_standard_error_a_command_runs(
         said = StringIO()
         monkeypatch.setattr(sys, "stdout", said)
         monkeypatch.setattr(sys, "stderr", error)
+        monkeypatch.setattr(report, "PICTURES", {})
         found = ended(arguments_of("report", tmp_path, timed(make_row))), ended(["report", "nothing"])
         monkeypatch.undo()
         assert found == (0, 2)

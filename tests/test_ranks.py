@@ -198,9 +198,9 @@ def test_only_module_level_functions(two):
         two.run(lambda group: None)
 
 
-@pytest.fixture(autouse=True)
-def _servers_of_the_product(monkeypatch):
-    """Start servers as users do: those of `fork_servers` stand for them in other tests."""
+@pytest.fixture
+def servers_of_the_product(monkeypatch):
+    """Start servers as users do: those of `fork_servers` stand for them elsewhere, as imports take seconds."""
     monkeypatch.setattr(rank_pool, "ForkServer", ForkServer)
     monkeypatch.setattr(rank_pool, "_preload", "")
 
@@ -248,7 +248,7 @@ def settled_fds() -> list[str]:
     return seen[-1]
 
 
-def test_ranks_are_forked_from_one_process_also_when_they_start_anew(two, nothing_kept):
+def test_ranks_are_forked_from_one_process_also_when_they_start_anew(two, servers_of_the_product, nothing_kept):
     """They leave no process and no file."""
     # The first pool opens files that stay open.
     two.run(summed, Point(0))
@@ -279,7 +279,7 @@ def has_imported(group, name):
     return name in sys.modules
 
 
-def test_pools_share_what_is_kept(monkeypatch):
+def test_pools_share_what_is_kept(servers_of_the_product, monkeypatch):
     """Also the modules that it has imported, and at any width of the terminal."""
     with rank_pool.kept("zipapp"):
         with RankPool(1, timeout=20) as pool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +21,7 @@ from fusedtp.bench.regress import BASELINE_LAUNCHES, LAUNCHES, Measured, NotComp
 from fusedtp.machine import Machine
 
 pytest.importorskip("pytest_benchmark")
+from .command import module
 from .launches import HERE, IDS, KEYS, noisy, recorded
 from .saved import saved
 
@@ -339,7 +339,7 @@ import json, os, sys
 from types import SimpleNamespace
 from fusedtp.bench import ratios
 SLOWER = json.loads(os.environ["SLOWER"])
-WRONG = os.environ.get("WRONG", "")
+WRONG = os.environ.get("FUSEDTP_WRONG", "")
 number = [0]
 def launch(tracked):
     number[0] += 1
@@ -367,23 +367,25 @@ def elsewhere_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "plugins" / "made_up.py").write_text(MADE_UP)
     (tmp_path / "conftest.py").write_text("raise AssertionError('read')")
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugins"))
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p made_up")
-    monkeypatch.setenv("SLOWER", '{"forward": 1.0, "both": 1.0}')
     monkeypatch.setenv("FUSEDTP_LAUNCHES", "4")
+
+    def run(command: Sequence[str], env: Mapping[str, str]) -> SimpleNamespace:
+        python, safe_path, dash_m, *rest = command
+        assert (python, safe_path, dash_m, *rest[:1]) == (sys.executable, "-P", "-m", regress.BENCHMARKS)
+        code, said = pytest_in(tmp_path, *rest[1:], **env)
+        print(said)
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(regress, "subprocess", SimpleNamespace(run=run))
     return tmp_path
 
 
-def pytest_in(folder: Path, *given: str, **slower: float) -> tuple[int, str]:
-    """Return the exit code and output of `nox -s bench -- *given`, with `decomposed` slower by a direction's factor."""
-    options = ["--benchmark-storage=saved", "--benchmark-save-data"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", regress.BENCHMARKS, *options, *given], cwd=folder, capture_output=True, text=True,
-        env={**os.environ, "SLOWER": json.dumps(slower)},
-    )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+def pytest_in(folder: Path, *given: str, forward: float = 1.0, both: float = 1.0, **env: str) -> tuple[int, str]:
+    """Return the exit code and output of the benchmarks, with `decomposed` slower by a direction's factor."""
+    slower = json.dumps({"forward": forward, "both": both})
+    own = {"PYTHONPATH": str(folder / "plugins"), "PYTEST_ADDOPTS": "-p made_up", "SLOWER": slower}
+    return module(regress.BENCHMARKS, *given, folder=folder, env=env | own)
 
 
 def test_options_of_pytest_benchmark_work_on_ratios(elsewhere_on_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -397,8 +399,10 @@ def test_options_of_pytest_benchmark_work_on_ratios(elsewhere_on_disk: Path, cap
 
     fails = "--benchmark-compare-fail=median:10%"
     # Of one op, whose cases alone are launched, one is slower by more than a tenth and one by less.
-    options = ("--benchmark-save=after", "--benchmark-compare=0001", fails, "-s", "-k", "all_gather")
-    code, said = pytest_in(elsewhere_on_disk, *options, forward=1.15, both=1.05)
+    options = ("--benchmark-storage=saved", "--benchmark-save-data", "--benchmark-save=after")
+    select = ("--benchmark-compare=0001", fails, "-s", "-k", "all_gather")
+    # As `nox -s bench` runs it.
+    code, said = pytest_in(elsewhere_on_disk, *options, *select, forward=1.15, both=1.05)
     assert code == 1
     slow = re.findall(r"test_ratio\[(\S+) / \w+\].* - Field 'median' has failed", said)
     assert slow == [IDS[1]] * 2
@@ -415,7 +419,7 @@ def test_options_of_pytest_benchmark_work_on_ratios(elsewhere_on_disk: Path, cap
 def test_benchmarks_that_fail_end_the_command(
     elsewhere_on_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WRONG", "a wrong result")
+    monkeypatch.setenv("FUSEDTP_WRONG", "a wrong result")
     with pytest.raises(typer.Exit) as left:
         regress.run(elsewhere_on_disk, "check", 1, "")
     assert left.value.exit_code == 1

@@ -205,10 +205,10 @@ def entries() -> dict[str, int]:
 def few(group: ProcessGroup, schedule: str) -> dict[str, tuple[int, int]]:
     """Make few new numbers of rows, where fewer are kept."""
     with (
-        mock.patch.object(call, "MAX_ROWS", 2), mock.patch.object(operators, "MAX_ROWS", 2),
-        mock.patch.object(workspace, "_MAX_TABLES", 4),
+        mock.patch.object(call, "MAX_ROWS", 1), mock.patch.object(operators, "MAX_ROWS", 1),
+        mock.patch.object(workspace, "_MAX_TABLES", 2),
     ):  # fmt: skip
-        return many(group, schedule, 3)
+        return many(group, schedule, 2)
 
 
 # Views are dropped all at once: here, at every other one.

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import torch
 import fusedtp
 from fusedtp.bench.ranks import RankPool
 
+from .command import module
 from .soak.endurance import NOISE_BYTES, Sample, check_flat, check_wrapped, delay, growth
 from .soak.layouts import LAYOUTS
 from .soak.mixed import DTYPES, OPS, Operands, draw
@@ -105,8 +103,7 @@ def test_epochs_must_wrap_alike() -> None:
 
 def test_the_command_is_a_package_of_its_own() -> None:
     # As `nox -s soak` runs it: the checkout's other folders are not importable.
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    command = [sys.executable, "-P", "-m", "soak", "--calls", "2", "--world-size", "2"]
-    told = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, cwd="/")
-    assert told.returncode == 0, told.stderr
-    assert "2 of 2 calls right" in told.stdout
+    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    code, told = module("soak", "--calls", "2", "--world-size", "2", folder=Path("/"), env=env)
+    assert code == 0, told
+    assert "2 of 2 calls right" in told

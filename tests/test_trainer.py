@@ -131,7 +131,7 @@ def trains(
 
 @pytest.mark.parametrize(
     ("name", "sequence_parallel"),
-    [("Llama, tied", False), ("Phi3", True), *([("Llama, tied", True), ("Qwen3", False)] if LARGE else [])],
+    [("Llama, tied", False), *([("Phi3", True), ("Llama, tied", True), ("Qwen3", False)] if LARGE else [])],
 )
 def test_as_in_one_process(pool: RankPool, tmp_path: Path, name: str, sequence_parallel: bool) -> None:
     one = trained_in_one_process(name, tmp_path / "one")

@@ -22,7 +22,7 @@ from fusedtp.activations import ACTIVATIONS, GATED, OF_RESULT
 from fusedtp.bench.ranks import PRELOAD, RankPool
 from fusedtp.shards import even_sizes
 
-from .conftest import PoisonedPool
+from .fixtures import PoisonedPool
 from .harness import LARGE, last_path, spread, told
 from .soak.layouts import OF_ANY, laid_out
 
