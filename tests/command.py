@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -19,6 +20,7 @@ from fusedtp.bench.cli import app
 from fusedtp.bench.ranks import PRELOAD, RankPool
 
 from .fork_servers import forked
+from .harness import LARGE
 
 
 def command(*arguments: object, code: int | None = 0, columns: int = 200) -> str:
@@ -70,10 +72,14 @@ def in_a_rank(group: ProcessGroup, *what: Any) -> int:
 
 
 def module(name: str, *given: str, folder: Path, env: Mapping[str, str]) -> tuple[int, str]:
-    """Run `python -P -m name *given` in `folder`; return the exit code and the output.
+    """Run `python -P -m name *given` in `folder`; return the exit code and the output. `env` is added to its variables.
 
-    The process is forked from one that has imported torch, which takes Python seconds. `env` is added to its variables.
+    The process is forked from one that has imported torch, which takes Python seconds; `nox -s soak` starts Python.
     """
+    if LARGE:
+        command = [sys.executable, "-P", "-m", name, *given]
+        done = subprocess.run(command, cwd=folder, env={**os.environ, **env}, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
     with RankPool(1, timeout=100) as ranks, tempfile.NamedTemporaryFile("r") as said:
         (code,) = ranks.run(in_a_rank, name, given, str(folder), dict(env), said.name)
         return code, said.read()

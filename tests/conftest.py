@@ -1,4 +1,4 @@
-"""What holds for the whole run: variables of the environment, the order of the files, and who imports `fixtures`."""
+"""Settings of the whole run, read by every process of pytest. The fixtures are in `fixtures`, which imports torch."""
 
 from __future__ import annotations
 

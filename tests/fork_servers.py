@@ -27,8 +27,8 @@ ADDRESS = "FUSEDTP_TESTS_FORK_SERVERS"
 KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
 # Ranks have one thread each.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# No import reads these variables: servers whose environments differ in nothing else have the same modules. (The
-# folders of PYTHONPATH are searched first from now on.)
+# No import reads these variables: servers whose environments differ in nothing else have the same modules. A forked
+# server searches the folders of its PYTHONPATH first.
 READ_LATE = ("FUSEDTP_", "PYTEST_", "GLOO_", "COLUMNS", "CUBLAS_", "TORCH_SYMM_MEM_", "PYTHONPATH")
 
 
