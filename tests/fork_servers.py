@@ -125,7 +125,7 @@ def main(listener: socket.socket, parent: int, file: str) -> None:
     spec.loader.exec_module(rank_main)
     rank_main.die_with_parent(parent)
     os.environ.update(dict.fromkeys(THREADS, "1"))
-    here, is_first = os.getpid(), True
+    here, is_first, before = os.getpid(), True, dict(os.environ)
     # Servers that have ended are nobody's.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -141,6 +141,8 @@ def main(listener: socket.socket, parent: int, file: str) -> None:
                 importlib.import_module(each)
         if is_first:
             do_once()
+            # As in a server that imports by itself: TRITON_INTERPRET, for one.
+            by_imports = {name: value for name, value in os.environ.items() if name not in before}
         is_first = False
         pid = os.fork()
         if pid == 0:
@@ -150,7 +152,7 @@ def main(listener: socket.socket, parent: int, file: str) -> None:
             os.setsid()
             os.chdir(folder)
             os.environ.clear()
-            os.environ.update(env)
+            os.environ.update({**by_imports, **env})
             sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             for output in outputs:
                 os.close(output)
