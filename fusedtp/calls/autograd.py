@@ -79,12 +79,13 @@ def apply(
             if each is not None:
                 tensors[name] = each
     # The parameters of a layer are unwrapped once: outside of autograd for `_Eager`, else by to_local.
-    in_graph = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or transforms_active()
+    compiling = torch.compiler.is_compiling()
+    in_graph = compiling or is_in_torch_dispatch_mode() or transforms_active()
     parts = _parts(tensors) if of_layer and not in_graph else None
     if parts is None:
         if of_layer:
             tensors = _local(tensors)
-        special = torch.compiler.is_compiling()
+        special = compiling
         for each in tensors.values():
             special = special or type(each) not in PLAIN
         # As in `arguments.autocast`, inlined.

@@ -323,11 +323,14 @@ class Call:
         # A program has no task if no number of ranks sends anything.
         for step in (self._programs.get(key) or self._written(key)).steps:
             if step.local is None:
-                operands = {
-                    name: tensors[each] if isinstance(each, str) else each.view(tensors[each.name])
-                    for name, each in step.operands.items()
-                }
-                self._ready(step, operands).pass_by()
+                ready = self._readies.get(step)
+                if ready is None or ready.is_stale():
+                    operands = {
+                        name: tensors[each] if isinstance(each, str) else each.view(tensors[each.name])
+                        for name, each in step.operands.items()
+                    }
+                    ready = self._ready(step, operands)
+                ready.pass_by()
         return F.linear(tensors["x"], tensors["w"], tensors.get("bias"))
 
 

@@ -323,9 +323,11 @@ class TrackedModule(nn.Module):
 
         A call reads each parameter once: a parametrization computes it, and may draw random numbers or count its calls.
         """
-        values = []
+        values, own, cls = [], self._parameters, type(self)
         for name in names:
-            each, known = getattr(self, name), self._known.get(name)
+            # `getattr` would call torch's `__getattr__`, in Python.
+            each: Any = own[name] if name in own and not hasattr(cls, name) else getattr(self, name)
+            known = self._known.get(name)
             if (known is None or getattr(each, "_spec", None) is not known) and name in self._lies:
                 found = self._lies[name].check(name, each)
                 # A graph that changed what it is guarded by would be compiled again at its second call.
