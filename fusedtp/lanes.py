@@ -4,12 +4,13 @@ A lane is a workspace of its own for a group and a device, with its own arenas, 
 ops run one after another, and nothing of the protocol changes. Ops of different lanes run beside each other. All ranks
 number lanes alike, by what uses them.
 
-Rule: an op in another lane than `ORDINARY` never waits inside a kernel. It waits by stream operations and sends by the
-copy engine; on a CPU it waits on a thread. Otherwise a kernel of one lane could fill the multiprocessors of one rank,
+Rule: an op in another lane than `ORDINARY` never waits inside a kernel of ours. It waits by stream operations and sends
+by the copy engine; on a CPU it waits on a thread. With schedule "unfused" the process group moves the data, as without
+this package. Otherwise a kernel of one lane could fill the multiprocessors of one rank,
 and a kernel of another lane those of its peer. Each would wait forever for a kernel that cannot start.
 
-`run` leaves an op in flight. On a CPU each lane has a thread, which runs its ops in the order of the calls. On a GPU
-each lane has a stream.
+`run` can leave an op in flight. On a CPU each lane has a thread, which runs its ops in the order of the calls. On a GPU
+an op in flight is on its lane's stream, another op on the current stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Epilogue: the steps between a finished block of a result and the store of the block, rounded once.
 
-The steps are bias, residual, activation and gate, in that order. Only `apply` runs them and stores to a result. A gated
+The steps are bias, residual, activation and gate, in that order. Only `apply` runs them. A tile without steps may also
+be stored by TMA (`warp_specialised`). A gated
 activation has two results in one place, gate and up, with equal numbers of columns. The program that computes a tile of
 up has just stored the gate's tile of the same place, to z or to the result. It loads the gate's tile again after a
 barrier, as not every compiler gives a tile's elements to the same threads both times.

@@ -737,8 +737,10 @@ def _right_of(matrices: Sequence[torch.Tensor], by: str, config: Config, *, term
 def _outs_of(cs: Sequence[torch.Tensor], epilogue: TileEpilogue, config: Config) -> tuple[TensorDescriptor, ...] | None:
     """Return the descriptors of C for TMA, or None if tiles have an epilogue, or a C has no descriptor."""
     block = [1, config.block_m, config.block_n // 2]
-    steps = epilogue.bias is not None or epilogue.residual is not None or epilogue.z is not None
-    if steps or epilogue.ACTIVATION.value or any(read_by(c, config) != "rows" for c in cs):
+    # Names of constants are upper case.
+    operands = [each for name, each in zip(epilogue._fields, epilogue, strict=True) if name.islower()]
+    steps = epilogue.ACTIVATION.value or any(each is not None for each in operands)
+    if steps or any(read_by(c, config) != "rows" for c in cs):
         return None
     return tuple([
         TensorDescriptor(c, [1, *c.shape], [c.shape[0] * c.stride(0), *c.stride()], block, _layout(block, c.dtype))

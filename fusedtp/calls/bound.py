@@ -32,7 +32,7 @@ from ..workspaces.agreement import Fingerprint
 from ..workspaces.decisions import Decisions
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-# Numbers of rows for which a call is kept. To make it again takes a few microseconds.
+# Numbers of rows for which a call is kept. To make it again takes a tenth of a millisecond.
 MAX_ROWS = 8
 # Tasks and layouts of operands for which a capture's kernels are loaded.
 _loaded: Decisions[None] = Decisions()

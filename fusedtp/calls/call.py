@@ -14,8 +14,8 @@ calls are cached in one table. The cache key is everything that was checked. An 
 `generation.version` changes.
 
 Numbers of rows are no part of what a call is: serving and routed experts have new ones at every step. Calls that differ
-in their rows alone share the checks, the plan, the programs and the schedule of the first of them. Each takes its own
-lengths (`Call.at`), and the last `MAX_ROWS` of them are cached.
+in their rows alone share the checks, the plan and the programs of the first of them, and its schedule too unless `auto`
+chooses another one for their size. Each takes its own lengths (`Call.at`), and the last `MAX_ROWS` of them are cached.
 """
 
 from __future__ import annotations
