@@ -7,7 +7,8 @@ A schedule that the caller names is used or refused. `auto` decides by the first
 - ranks that cannot reach each other's memory: `unfused`, with one warning;
 - a measurement of `fusedtp tune` on this machine: the fastest schedule at the nearest size, corrected to the op's size
   by the cost model;
-- a GPU in the hardware table: the schedule that the cost model predicts to be the fastest;
+- a GPU in the hardware table: the schedule that the cost model predicts to be the fastest, or `fused` if its time is
+  within 10 % of that;
 - another GPU: `fused`;
 - a CPU: `decomposed`, because Triton's interpreter is not fast.
 
