@@ -219,7 +219,7 @@ def of_norm(norm: object, norm_weight: Any, norm_bias: Any, norm_eps: object) ->
 
 def ended(epilogues: Sequence[Epilogue], zs: list[Tensor], given: Sequence[Tensor | None] = ()) -> list[Tensor]:
     """Apply the steps after the matmuls to their products, in place, or beside them if they are kept, as in `into`."""
-    if not epilogues[0].ends:
+    if not any([each.ends for each in epilogues]):
         return zs
     ys = into(epilogues[0], zs, given)
     end(epilogues, zs, ys)

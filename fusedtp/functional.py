@@ -185,7 +185,7 @@ def all_gather_linear(
     problem: Any = problems.all_gather_problem
     if not isinstance(weight, list | tuple):
         return autograd.apply(problem, x, weight, {"bias": bias}, group, options, dims, epilogue, out_dtype)  # type: ignore[no-any-return]
-    weights, biases = arguments.several(weight, bias)
+    weights, biases = arguments.several(weight, "bias", bias)
     if len(weights) == 1:
         operands = {"bias": biases[0]}
         return (autograd.apply(problem, x, weights[0], operands, group, options, dims, epilogue, out_dtype),)

@@ -136,13 +136,15 @@ class Blocks:
 
     def __init__(self, count: int, device: torch.device) -> None:
         self.words: list[int | torch.Tensor] = []
-        self.blocks = room(_MOST_COLUMNS * count, device)
+        self._num_words = _MOST_COLUMNS * count
+        self.blocks = room(self._num_words, device)
 
     def _column(
         self, first: Any, kind: tl.constexpr, words: Sequence[int | torch.Tensor], *, hints: bool = True
     ) -> Column:
         at = len(self.words)
         self.words += words
+        assert len(self.words) <= self._num_words, "a table with more columns needs a larger _MOST_COLUMNS"
         multiple = _ALIGNMENT if hints and not any(map(_past_multiple, words)) else 1
         return Column(first, self.blocks, kind, tl.constexpr(at), tl.constexpr(multiple))
 

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .blocks import MOST_UNROLLED, pick, stride_of
+from .blocks import MOST_UNROLLED, Blocks, pick, stride_of
 from .operands import Outputs, outputs_of
 from .signal import or_nan
 
@@ -46,6 +46,20 @@ class TileEpilogue(NamedTuple):
     z: tl.tensor | None = None
     ACTIVATION: tl.constexpr = tl.constexpr("")
     GATED: tl.constexpr = tl.constexpr(False)
+
+
+# Fields with a tensor for each result.
+_OF_RESULTS = ("bias", "z")
+
+
+def tensors_of(epilogue: TileEpilogue) -> list[torch.Tensor]:
+    """Return the tensors for each result."""
+    return [x for name in _OF_RESULTS for x in getattr(epilogue, name) or () if x is not None]
+
+
+def in_table(epilogue: TileEpilogue, blocks: Blocks) -> TileEpilogue:
+    """Return the epilogue with its tensors for each result in a table of blocks."""
+    return epilogue._replace(**{name: blocks.addresses(getattr(epilogue, name)) for name in _OF_RESULTS})
 
 
 # Make a constant for launches, once for each value.

@@ -22,7 +22,7 @@ import triton.language as tl
 from .blocks import MOST_UNROLLED, Blocks, entry, pick
 from .cores import chosen
 from .descriptors import fitted_to, of_arena, of_left, read_by_all, read_gathered_by, whole_leaves
-from .epilogue import TileEpilogue, store_tile
+from .epilogue import TileEpilogue, in_table, store_tile
 from .launch import Channel, Config, Memo, copy_rows_of, fitted, flattened, options
 from .loading import Started, launch
 from .matmul import Tile, locate_among, locate_in_chunks, matmul_tiles, unpack
@@ -454,7 +454,7 @@ class GatherMatmul:
         group = channel.groups.get(self.op) or channel.group(self.op)
         blocks = Blocks(len(bs), a.device) if len(bs) > MOST_UNROLLED.value else None
         if blocks is not None:
-            epilogue = epilogue._replace(bias=blocks.addresses(epilogue.bias), z=blocks.addresses(epilogue.z))
+            epilogue = in_table(epilogue, blocks)
             scales = None if scales is None else scales._replace(b=blocks.addresses(scales.b))
         return launch(_gather_matmul_kernel, known.grid, blocks)(
             Shard(a, own, arena, s0, s1, a.shape[1], a_by, in_place),

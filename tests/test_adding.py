@@ -153,7 +153,15 @@ def _cases(*kinds: str, **options: Any) -> list[Case]:
 
 # For each field of an epilogue: calls of the functions with that field, which `oracle` checks in float64.
 EPILOGUES: dict[str, list[Case]] = {
-    "bias": [replace(case, biased=(True,) * len(case.widths)) for case in _cases("gather", "scatter", "all_reduce")],
+    "bias": [
+        *(replace(case, biased=(True,) * len(case.widths)) for case in _cases("gather", "scatter", "all_reduce")),
+        # The first weight has none. Five weights are read from a table.
+        *(
+            replace(case, widths=(40,) * num, biased=(False, *(True,) * (num - 1)))
+            for case in _cases("gather")
+            for num in (2, 5)
+        ),
+    ],
     "residual": _cases("scatter", "all_reduce", residual=True),
     # Products are not kept without a gradient.
     "activation": _cases("gather", activation="silu", frozen=("x", "w0", "w1", "w2")),

@@ -139,17 +139,17 @@ def check_kind(name: str, value: object) -> None:
         )
 
 
-def several(weights: Sequence[Any], biases: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-    """Return the weights, and a bias or None for each. Tensors are checked later."""
+def several(weights: Sequence[Any], name: str, given: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    """Return the weights, and for each its tensor of the operand `name`, or None. Tensors are checked later."""
     if not weights:
         raise ValueError(f"weight must be a tensor or some, got {weights!r}")
-    if biases is None:
+    if given is None:
         return tuple(weights), (None,) * len(weights)
-    if not isinstance(biases, list | tuple):
-        raise TypeError(f"bias must be as many tensors as weight, or None, got {type(biases).__name__}")
-    if len(biases) != len(weights):
-        raise ValueError(f"bias must be as many tensors as weight, {len(weights)}, got {len(biases)}")
-    return tuple(weights), tuple(biases)
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name} must be as many tensors as weight, or None, got {type(given).__name__}")
+    if len(given) != len(weights):
+        raise ValueError(f"{name} must be as many tensors as weight, {len(weights)}, got {len(given)}")
+    return tuple(weights), tuple(given)
 
 
 def _each(weight: Any, epilogue: Epilogue, name: str) -> list[tuple[str, Any, list[tuple[str, Any]]]]:

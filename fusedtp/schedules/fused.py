@@ -21,7 +21,7 @@ from ..cost.work import Work
 from ..epilogue import Epilogue
 from ..kernels.choices import applied, of_fields
 from ..kernels.configs import LOOP
-from ..kernels.epilogue import TileEpilogue, epilogue_of
+from ..kernels.epilogue import TileEpilogue, epilogue_of, tensors_of
 from ..kernels.gather_matmul import GatherMatmul, own_in_place
 from ..kernels.launch import Config, config_for
 from ..kernels.layout import Layout
@@ -259,7 +259,7 @@ class FusedProduct:
             # A core that stores by TMA describes its peers' arenas.
             start = partial(start, arenas=ws.channel().arenas)
         if by == "copy" and not on.split:
-            layouts = producers.layouts_of(x, *(epilogue.bias or ()), *(each.other for each in in_kernel))
+            layouts = producers.layouts_of(x, *tensors_of(epilogue), *(each.other for each in in_kernel))
             in_capture = partial(start, pushed=False, last=not others)
             producers.load_for_capture(ws, in_capture, on.task, layouts)
         start(pushed=issued, last=not others and by != "copy")

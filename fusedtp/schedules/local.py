@@ -217,7 +217,7 @@ def _by_parts(pending: Pending, products: Sequence[Product]) -> list[Tensor]:
             given = like.new_empty(shape[::-1] if each.transposed else shape)
         outs.append(given)
     epilogues = [each.epilogue for each in products]
-    ends, transposed = epilogues[0].ends, products[0].transposed
+    ends, transposed = any([each.ends for each in epilogues]), products[0].transposed
     ys = into(epilogues[0], outs, [each.out for each in products]) if ends else outs
     begins, first = gather.begins, True
     for src, part in gather.parts(pending):
