@@ -141,14 +141,17 @@ class Task:
     def at(self, shapes: Mapping[str, Shape], sizes: tuple[int, ...]) -> Task:
         """Return the task on operands with other numbers of rows. Faster than `dataclasses.replace`."""
         made = object.__new__(Task)
-        fields = vars(self).copy()
-        fields["shapes"], fields["sizes"] = shapes, sizes
-        for name in ("agreed", "_hash"):
-            fields.pop(name, None)
-        # Every run reads it.
-        fields["moved"] = _moved(self.op, self.dim, shapes, sizes)
+        # Every run reads `moved`.
+        moved = _moved(self.op, self.dim, shapes, sizes)
+        fields = self._of_any_rows.copy()
+        fields["shapes"], fields["sizes"], fields["moved"] = shapes, sizes, moved
         object.__setattr__(made, "__dict__", fields)
         return made
+
+    @cached_property
+    def _of_any_rows(self) -> dict[str, Any]:
+        # The fields, and cached properties, that rows do not change.
+        return {name: value for name, value in vars(self).items() if name not in ("agreed", "_hash")}
 
     @cached_property
     def _num_weights(self) -> int:

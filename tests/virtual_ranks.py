@@ -43,13 +43,14 @@ def phases(prepared: Prepared, operands: Operands) -> Phases:
         yield
         if on.by_host:
             ws.steps.enter(prepared.task.op.name)
-    state = None
-    for stage in prepared._before:
-        state = stage(operands, state)
-        yield
-    outs: list[Tensor] = prepared._last(operands, state)
+    form, state = prepared.form, None
+    for i, stage in enumerate(form.stages):
+        if i:
+            yield
+        state = stage(form, operands, state)
     if ws is not None:
         on.end()
+    outs: list[Tensor] = state
     return outs
 
 

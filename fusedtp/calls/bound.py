@@ -183,7 +183,7 @@ class BoundTask(Prepared):
         if meant is None:
             schedule, kind = self.path.schedule, self._device.type
             known = self._fixed.setdefault(schedule, {})
-            meant = agreement.fingerprint_of(self.task, schedule, kind, self._call, self._rows, known)
+            meant = agreement.fingerprint_of(self.task, schedule, kind, self._call, self._rows, known, is_backward)
             self._meanings[is_backward] = meant
         ws.begin(op, meant)
         try:
@@ -195,10 +195,6 @@ class BoundTask(Prepared):
             ws.interrupted(op, error)
             raise
         return outs
-
-    def pass_by(self) -> None:
-        """Set `last_path` for a call on one rank that F.linear computes."""
-        paths.record(self.path, self.task, self.num_ranks)
 
     @property
     def group(self) -> ProcessGroup:

@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from .. import float8, groups
+from ..choose import paths
 from ..choose.dispatch import check_units
 from ..epilogue import FIRST_OPTION, NO_EPILOGUE, Epilogue, numbered
 from ..op import Options, Task
@@ -89,7 +90,9 @@ class Call:
         self.is_linear = alone and is_plain and not reads_beside(dtype, device)
         if settings.blocks:
             self._check_blocks()
-        # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed.
+        # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed: those
+        # that serve all calls that differ in their rows alone, and others.
+        self._of_any_rows: dict[tuple[Any, ...], Program] = {}
         self._programs: dict[tuple[Any, ...], Program] = {}
         # The bound tasks of their steps. Then, for all calls that differ in their rows alone, a bound task with some
         # numbers of rows for each axis and task of the first call's steps.
@@ -120,7 +123,7 @@ class Call:
         made, first = object.__new__(Call), self.first
         # Copying attributes takes a third of the time of setting them.
         made.__dict__ = vars(first).copy()
-        made.partition, made._programs, made._readies = first.partition.at(lengths, splits), {}, {}
+        made.partition, made._programs, made._readies = Partition(lengths, first.partition.place, splits), {}, {}
         return made
 
     def at_rows(
@@ -150,7 +153,8 @@ class Call:
             return None
         if 0 in whole or (self._has_limit and self._num_ranks * math.prod(whole) >= MANY):
             return None
-        lengths.update(zip(self._rows, whole, strict=True))
+        for name, length in zip(self._rows, whole, strict=True):
+            lengths[name] = length
         return self.at(lengths, splits)
 
     def plan(self) -> Plan:
@@ -200,12 +204,15 @@ class Call:
             for each, width in zip(names, self.widths, strict=True)
         ]
 
-    def _written(self, key: tuple[Any, ...]) -> Program:
-        if self.first is not self:
-            like = self.first._programs.get(key) or self.first._written(key)
+    def _program(self, key: tuple[Any, ...]) -> Program:
+        program = self._programs.get(key)
+        if program is None and self.first is not self:
+            like = self.first._of_any_rows.get(key) or self.first._program(key)
             if not like.is_fixed:
                 program = self._programs[key] = like.at(self.partition)
-                return program
+        return program or self._written(key)
+
+    def _written(self, key: tuple[Any, ...]) -> Program:
         program = Program(self.partition, self._dtype, self.settings, self._formats)
         x, w, plans = self._named("x"), self._blocks("w", self.weights), self.plan()
         if "x" in key:
@@ -221,7 +228,8 @@ class Call:
             if step.task is not None:
                 # Before the first task runs: otherwise peers would run the tasks before the refused one.
                 check_units(step.task, self.settings.options.schedule, self._group(step.axis), self._device)
-        self._programs[key] = program
+        shared = self.first is self and not program.has_shapes and not program.is_fixed
+        (self._of_any_rows if shared else self._programs)[key] = program
         return program
 
     def _group(self, axis: str) -> ProcessGroup:
@@ -230,17 +238,14 @@ class Call:
             raise RuntimeError("the process group of this call has been destroyed")
         return group
 
-    def _task(self, step: ProgramStep, operands: Mapping[str, Any]) -> Task:
-        assert step.task is not None
-        return step.task if self.first is self else step.task_at(operands, self.partition)
-
     def _ready(self, step: ProgramStep, operands: Mapping[str, Any]) -> BoundTask:
         ready = self._readies.get(step)
         if ready is not None and not ready.is_stale():
             return ready
         assert step.task is not None
         key = step.axis, step.task
-        task, known, rows = self._task(step, operands), self._bound.get(key), self._whole_rows
+        task = step.task if self.first is self else step.task_at(operands, self.partition)
+        known, rows = self._bound.get(key), self._whole_rows
         if rows:
             rows = tuple([(name, self.partition.lengths[name]) for name, _ in rows])
         if known is not None and not known.is_stale():
@@ -279,7 +284,7 @@ class Call:
                 torch.set_autocast_enabled(self._casts_on, True)
         # Every call runs this: few Python functions are called besides that of the task.
         key: tuple[Any, ...] = needs or (keeps, whole, *tensors)
-        program = self._programs.get(key) or self._written(key)
+        program = self._of_any_rows.get(key) or self._program(key)
         tensors, readies = {**tensors}, self._readies
         for step in program.steps:
             outs: list[Tensor]
@@ -298,7 +303,9 @@ class Call:
                         tensor = each.view(tensor)  # type: ignore[union-attr]
                     operands[name] = tensor
                 if fake:
-                    shapes = self._task(step, operands).results(self.partition.place[step.axis][0])
+                    task = step.task if self.first is self else step.task_at(operands, self.partition)
+                    assert task is not None
+                    shapes = task.results(self.partition.place[step.axis][0])
                     outs = [operands["a"].new_empty(shape) for shape in shapes]
                 else:
                     ready = readies.get(step)
@@ -321,16 +328,17 @@ class Call:
         """
         key = (False, False, *tensors)
         # A program has no task if no number of ranks sends anything.
-        for step in (self._programs.get(key) or self._written(key)).steps:
+        for step in (self._of_any_rows.get(key) or self._program(key)).steps:
             if step.local is None:
                 ready = self._readies.get(step)
-                if ready is None or ready.is_stale():
+                # As in `run`.
+                if ready is None or ready.version != generation.version or ready.on_gpu or generation.gone:
                     operands = {
                         name: tensors[each] if isinstance(each, str) else each.view(tensors[each.name])
                         for name, each in step.operands.items()
                     }
                     ready = self._ready(step, operands)
-                ready.pass_by()
+                paths.record(ready.path, ready.task, ready.num_ranks)
         return F.linear(tensors["x"], tensors["w"], tensors.get("bias"))
 
 
@@ -352,12 +360,12 @@ _calls: dict[Any, Call] = generation.table({})
 _firsts: dict[Any, Call] = generation.table({})
 
 
-def _keep(key: Any, call: Call) -> Call:
+def _keep(key: Any, call: Call, *, again: bool = False) -> Call:
+    # `again`: it may be kept already by what describes it, and now by its tensors.
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
-    # A new call is kept by what describes it, and at once by its tensors.
     recent = call.first.recent
-    if recent and _calls.get(recent[-1][0]) is call:
+    if again and recent and _calls.get(recent[-1][0]) is call:
         recent[-1].append(key)
     else:
         recent.append([key])
@@ -493,7 +501,6 @@ def find(
         generation.changed()
     call = _calls.get(whole_key)
     if call is None or call.version != generation.version:
-        refuse_tracing()
         # The key of calls that differ in their rows alone. Sizes of features are no rows.
         sizes, shape = None, x.shape
         if len(dims) == 2 and dims[0] not in (-1, len(shape) - 1):
@@ -505,12 +512,14 @@ def find(
         if residual is not None:
             key[begin + 4 * [*tensors].index("residual")] = residual.shape[-1:]
         like = tuple(key)
-        first = _first(like)
-        if first is not None:
+        first = _firsts.get(like)
+        if first is not None and first.version == generation.version:
             call = first.at_rows(shape[:-1], sizes, residual)
             if call is not None:
                 return _keep(whole_key, call)
-        call = _keep(whole_key, of(*describe(problem, tensors, group, options, dims, epilogue), x.dtype, x.device))
+        refuse_tracing()
+        call = of(*describe(problem, tensors, group, options, dims, epilogue), x.dtype, x.device)
+        _keep(whole_key, call, again=True)
         if call.first.has_rows:
             _as_first(like, call)
     return call

@@ -298,14 +298,15 @@ class Program:
         self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
         self.steps: list[ProgramStep] = []
         self.results: list[tuple[str, tuple[int, ...] | None]] = []
-        # Whether a step depends on lengths that it cannot read from its tensors.
-        self.is_fixed = self.leaves > 0
+        # Whether a step depends on lengths that it cannot read from its tensors; and whether results have other shapes
+        # with other rows than they come in.
+        self.is_fixed, self.has_shapes = self.leaves > 0, False
         self._num_names = 0
 
     def at(self, partition: Partition) -> Program:
         """Return the program of a call that differs in its rows alone; of one that `is_fixed` there is none."""
         assert not self.is_fixed
-        if not self._has_shapes:
+        if not self.has_shapes:
             return self
         made = object.__new__(Program)
         made.steps, made.results = [step.at(partition) for step in self.steps], self.results
@@ -314,7 +315,7 @@ class Program:
     def finish(self, results: Sequence[tuple[Named, tuple[str, ...]]]) -> Program:
         """Set the results, each with the order of its dims, and return the program. No step may be added afterwards."""
         self.results = [(each.name, each.order(dims)) for each, dims in results]
-        self._has_shapes = any(step.shapes for step in self.steps)
+        self.has_shapes = any(step.shapes for step in self.steps)
         kept = {name for name, _ in self.results}
         for step in reversed(self.steps):
             step.frees = tuple(

@@ -36,9 +36,9 @@ from .verbs import Gather, GatherSpec, Pending, ScatterSpec, ScheduleImpl
 # On a GPU each block would be a launch for each term.
 _SUM_BLOCK_BYTES = 256 << 10
 
-# In a half: this rank's part in its arena; all parts, stacked, in its own half; and the others' parts with their ranks,
-# in the order of arrival.
-Places: TypeAlias = tuple[Tensor, Tensor, list[tuple[int, Tensor]]]
+# In a half: this rank's part in its arena; all parts, stacked, in its own half; and the others' ranks in the order of
+# arrival, with their parts, and with the place of each in the stack.
+Places: TypeAlias = tuple[Tensor, Tensor, list[tuple[int, Tensor, Tensor]]]
 
 
 class Decomposed(ScheduleImpl):
@@ -123,39 +123,44 @@ class DecomposedGather(Laid, Gather):
     def bind(self, sizes: tuple[int, ...], other: int) -> None:
         self._drop()
         self.begins = begins = offsets(sizes)
-        self.shape, item_bytes, longest = (begins[-1], other), self._dtype.itemsize, max(sizes)
-        # The shape of each part in an arena, and its place: parts of one matrix are stacked.
+        self.shape, self._sizes, longest, item_bytes = (begins[-1], other), sizes, max(sizes), self._dtype.itemsize
         self._at_once = longest < self._few
         self.by_parts = not self._at_once
         if self._at_once:
-            row_bytes = other * item_bytes
-            offset, self._slot = self._layout.take(begins[-1] * row_bytes)
-            self._shapes, self._at = [(size, other) for size in sizes], [offset + row * row_bytes for row in begins]
+            # Parts of one matrix are stacked.
+            self._offset, self._slot = self._layout.take(begins[-1] * other * item_bytes)
             return
-        # Columns are sent unchanged if each chunk is multiplied alone.
+        # The shape of each part in an arena. Columns are sent unchanged if each chunk is multiplied alone.
         self._shapes = [(other, size) if self.dim == 1 else (size, other) for size in sizes]
         if self._packs:
             self._cols = [cols for _, cols in self._shapes]
             self._shapes = [(rows, packed_bytes(cols, blocks=self._in_blocks)) for rows, cols in self._shapes]
         # Each part has room for the longest, if peers push it. Where it is read in place, an arena has its owner's part
         # alone.
-        stride = aligned(max([rows * cols for rows, cols in self._shapes]) * item_bytes)
+        self._stride = aligned(max([rows * cols for rows, cols in self._shapes]) * item_bytes)
         num_parts = 1 if self._ws.reads_peers else len(sizes)
-        offset, self._slot = self._layout.take(num_parts * stride)
-        self._at = [offset + src % num_parts * stride for src in range(len(sizes))]
+        self._offset, self._slot = self._layout.take(num_parts * self._stride)
 
     def _views(self, half: int) -> Places:
-        ws, own = self._ws, self._ws.rank
+        ws, own, others = self._ws, self._ws.rank, []
+        mine = whole = self._part(half, own, own)
         if self._at_once:
-            whole = ws.view(own, half, self._at[0], self.shape, self._dtype)
-            mine = whole[self.begins[own] : self.begins[own + 1]]
-        else:
-            mine = whole = self._part(half, own, own)
-        return mine, whole, [(src, self._part(half, src if ws.reads_peers else own, src)) for src in self._others]
+            whole = ws.view(own, half, self._offset, self.shape, self._dtype)
+        for src in self._others:
+            theirs = place = self._part(half, src if ws.reads_peers else own, src)
+            if self._at_once and ws.reads_peers:
+                place = self._part(half, own, src)
+            others.append((src, theirs, place))
+        return mine, whole, others
 
     def _part(self, half: int, holder: int, src: int) -> Tensor:
         # Return rank src's part in rank holder's half.
-        return self._ws.view(holder, half, self._at[src], self._shapes[src], self._dtype)
+        if self._at_once:
+            shape = self._sizes[src], self.shape[1]
+            at = self.begins[src] * shape[1] * self._dtype.itemsize
+        else:
+            shape, at = self._shapes[src], 0 if self._ws.reads_peers else src * self._stride
+        return self._ws.view(holder, half, self._offset + at, shape, self._dtype)
 
     def start(self, x: Any) -> Pending:
         ws, steps, half = self._ws, self._ws.steps, self._ws.steps.epoch & 1
@@ -186,19 +191,18 @@ class DecomposedGather(Laid, Gather):
 
     def read(self, of: Pending) -> Tensor:
         # Stack all parts in the own half until the op ends. Every small op runs this.
-        steps, begins, reads_peers = self._ws.steps, self.begins, self._ws.reads_peers
+        steps, reads_peers = self._ws.steps, self._ws.reads_peers
         _, whole, others = of.sent
-        for src, theirs in others:
+        for src, theirs, place in others:
             steps.wait(src, self._slot)
             if reads_peers:
-                copy = whole[begins[src] : begins[src + 1]].copy_
-                copy(theirs) if trace.spans is None else trace.timed("travel", src, copy, theirs)
+                place.copy_(theirs) if trace.spans is None else trace.timed("travel", src, place.copy_, theirs)
         return whole  # type: ignore[no-any-return]
 
     def parts(self, of: Pending) -> Iterator[tuple[int, Matrix]]:
         steps, slot = self._ws.steps, self._slot
         yield self._ws.rank, of.x
-        for src, theirs in of.sent[2]:
+        for src, theirs, _ in of.sent[2]:
             steps.wait(src, slot)
             yield src, unpacked(theirs, self._cols[src], of.x) if self._packs else theirs
 
@@ -209,7 +213,7 @@ class DecomposedGather(Laid, Gather):
             with trace.span("travel", own):
                 out[begins[own] : begins[own + 1]] = of.x
         steps = self._ws.steps
-        for src, theirs in of.sent[2]:
+        for src, theirs, _ in of.sent[2]:
             steps.wait(src, self._slot)
             with trace.span("travel", src):
                 out[begins[src] : begins[src + 1]] = theirs

@@ -22,9 +22,9 @@ from .verbs import GatherSpec, Multiply, Operands, Pending, ScatterSpec, Schedul
 if TYPE_CHECKING:
     from ..workspaces.workspace import Workspace
 
-# Methods of a form: functions of the operands and of what the stage before has returned. A form has no attribute with
-# them: it would be freed late, with its views of the arenas. So would be what is in flight.
-Stages: TypeAlias = tuple[Callable[[Operands, Any], Any], ...]
+# Functions of a form, the operands, and what the stage before has returned. They are not bound to the form, which would
+# be freed late, with its views of the arenas. So would be what is in flight.
+Stages: TypeAlias = tuple[Callable[[Any, Operands, Any], Any], ...]
 
 
 class Form:
@@ -66,6 +66,8 @@ class Form:
             dim, kinds = (0, ()) if self._by_rows else (dim, kinds)
             self._gather = on.gather(GatherSpec(sizes, other, dim, kinds, columns))
         self._multiply = (self._products and self._gather and on.product(self._gather)) or multiply
+        own = type(self)
+        self.stages: Stages = (own._start, own._show, own._finish) if self._sums_travel else (own._start, own._results)
 
     def _lay(self, on: ScheduleImpl, task: Task) -> tuple[int, ...]:
         # Take the task's rows, and return every rank's.
@@ -86,10 +88,6 @@ class Form:
             self._scatter.bind(sizes, M if dim == 1 else N)
         if self._gather is not None:
             self._gather.bind(sizes, N if self._sums_travel else task.shapes[self._gathered][1 - dim])
-
-    @property
-    def stages(self) -> Stages:
-        return (self._start, self._show, self._finish) if self._sums_travel else (self._start, self._results)
 
     def _start(self, operands: Operands, _: None) -> Pending | None:
         pending: Pending | None = None
@@ -158,24 +156,22 @@ class Prepared:
         self.ws = ws if ws is not None and ws.world_size > 1 else None
         self.on = on = self._verbs(group, how)
         self.form = on.form() or Form(on, task)
-        self._take()
-
-    def _take(self) -> None:
-        stages: Stages = self.form.stages
-        self._before, self._last = stages[:-1], stages[-1]
         # The task's needs of a half of each arena, and of the signals.
-        self.half_bytes: int = 0 if self.ws is None else self.on.layout.half_bytes
-        self.slots: int = 0 if self.ws is None else self.on.layout.slots
+        self.half_bytes: int = 0 if self.ws is None else on.layout.half_bytes
+        self.slots: int = 0 if self.ws is None else on.layout.slots
 
     def bind(self) -> None:
         """Bind verbs and form to this task's rows, after a task that shares them. No op may be running on them."""
         on, task = self.on, self.task
         # An interruption leaves them bound to no rows.
         on.task = None
-        if self.ws is not None:
-            on.layout.clear()
-        self.form.bind(on, task)
-        self._take()
+        if self.ws is None:
+            self.form.bind(on, task)
+        else:
+            layout = on.layout
+            layout.clear()
+            self.form.bind(on, task)
+            self.half_bytes, self.slots = layout.half_bytes, layout.slots
         on.task = task
 
     def _verbs(self, group: ProcessGroup | None, how: dict[str, Any]) -> Any:
@@ -190,11 +186,12 @@ class Prepared:
         ws = self.ws
         if self.on.by_host and ws is not None:
             ws.steps.enter(self.task.op.name)
-        # What is in flight: it goes from stage to stage, and is freed with the op.
-        state = None
-        for stage in self._before:
-            state = stage(operands, state)
-        outs: list[Tensor] = self._last(operands, state)
+        # What is in flight goes from stage to stage, and is freed with the op. The last stage returns the results.
+        form: Any = self.form
+        state: Any = None
+        for stage in form.stages:
+            state = stage(form, operands, state)
         if ws is not None:
             self.on.end()
+        outs: list[Tensor] = state
         return outs

@@ -37,6 +37,7 @@ from ..shards import even_sizes, offsets
 from ..workspaces.workspace import Workspace
 from . import producer as producers
 from . import transport
+from .forms import Stages
 from .local import multiply
 from .verbs import Gather, GatherSpec, Operands, Pending, ScatterSpec, ScheduleImpl
 
@@ -388,10 +389,6 @@ class FusedRing:
         region_rows = rows + (rows if task.op.kind == "all_reduce" else 0)
         self._region = on.layout.region(region_rows, cols, task.dtype, slots=2 * len(self._sizes) * most)
 
-    @property
-    def stages(self) -> tuple[Any, ...]:
-        return (self._run,)
-
     def _run(self, operands: Operands, _: None) -> list[Tensor]:
         ws, x = self._ws, operands["a"]
         out = operands["out"] if "out" in operands else x.new_empty(self._task.results(ws.rank)[0])
@@ -401,6 +398,8 @@ class FusedRing:
             config=self._config,
         )  # fmt: skip
         return [out]
+
+    stages: Stages = (_run,)
 
 
 class OneKernel:
@@ -431,10 +430,6 @@ class OneKernel:
         assert config.programs <= on.ws.counters.numel()
         self._tile = None if any(self._epilogue.operands) else epilogue_of([self._epilogue])
 
-    @property
-    def stages(self) -> tuple[Any, ...]:
-        return (self._run,)
-
     def _run(self, operands: Operands, _: None) -> list[Tensor]:
         task, ws = self._task, self._ws
         a, b, epilogue, tile = operands["a"], operands["b"], self._epilogue, self._tile
@@ -449,3 +444,5 @@ class OneKernel:
         out = operands["out"] if "out" in operands else torch.empty(task.moved, dtype=task.dtype, device=ws.device)
         self._launch(channel, a, b, scales, out, tile, ws.counters, **self._places)
         return epilogue.with_norm(out)
+
+    stages: Stages = (_run,)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..errors import NotationError
 from ..shards import check_count, check_number, even_sizes
@@ -24,8 +24,7 @@ from .notation import Dim, Spec, Tensor, parse
 from .routes import Matmul, Sizes, Step, choose, moved, product
 
 
-@dataclass(frozen=True)
-class Partition:
+class Partition(NamedTuple):
     """Shards of every dim of a spec as one rank sees them.
 
     `lengths` has the global length of each dim, `place` this rank's index on each axis and the axis's number of ranks.
@@ -34,7 +33,7 @@ class Partition:
 
     lengths: Mapping[str, int]
     place: Mapping[str, tuple[int, int]]
-    splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    splits: Mapping[str, tuple[int, ...]]
 
     def sizes(self, dim: str, outer: tuple[str, ...], axis: str) -> tuple[int, ...]:
         """Return the lengths into which `axis` splits this rank's part of `dim`, after `outer` axes have split it."""
@@ -48,12 +47,6 @@ class Partition:
         if not axes:
             return self.lengths[dim]
         return self.sizes(dim, axes[:-1], axes[-1])[self.place[axes[-1]][0]]
-
-    def at(self, lengths: Mapping[str, int], splits: Mapping[str, tuple[int, ...]]) -> Partition:
-        """Return the partition with other lengths. Faster than the constructor."""
-        made = object.__new__(Partition)
-        object.__setattr__(made, "__dict__", {"lengths": lengths, "place": self.place, "splits": splits})
-        return made
 
     def named(self, dim: str, axes: tuple[str, ...]) -> int:
         """Return `length` as a `Length`; beside a compiler's symbols as it is, because they multiply plain numbers."""

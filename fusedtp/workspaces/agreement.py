@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ..op import Task
-from ..torch_private import graph_task
 
 # Limit of cached fingerprints, because shapes may never repeat.
 _MAX_KEPT = 4096
@@ -54,11 +53,6 @@ def _hash_of(values: Mapping[str, str]) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread."""
-    return bool(graph_task() != -1)
-
-
 # Values that `Task.sizes` and `Task.moved` decide. Other rows change no other values.
 _OF_ROWS = frozenset(("sizes", "M", "N", "K", "columns"))
 
@@ -81,16 +75,15 @@ def _values_of(
 
 def fingerprint_of(
     task: Task, schedule: str, device: str, call: str = "", rows: Sequence[tuple[str, int]] = (),
-    known: dict[bool, int] | None = None,
+    known: dict[bool, int] | None = None, backward: bool = False,
 ) -> Fingerprint:  # fmt: skip
-    """Return the meaning of a task in this thread, on a kind of device.
+    """Return the meaning of a task on a kind of device, in a backward pass or not.
 
     - `call`: text of the call that the task is part of, which matrices do not show.
     - `rows`: names and lengths of dims of that call.
     - `known`: hashes of the text without numbers, by whether a backward pass runs. Tasks that differ in their rows
       alone, and calls of them, share it.
     """
-    backward = in_backward()
     text = partial(_values_of, task, schedule, device, call, rows, backward)
     fixed = None if known is None else known.get(backward)
     if fixed is None:
