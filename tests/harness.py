@@ -25,9 +25,12 @@ LARGE = os.environ.get("FUSEDTP_SOAK") == "large"
 
 
 def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]:
-    """Return combinations that use every value of each list at least once; all combinations if `large`."""
+    """Return combinations that use every value of each list at least once; all combinations if `large`.
+
+    A value may stand in a list several times, to meet others.
+    """
     if large:
-        return list(product(*values))
+        return list(product(*map(dict.fromkeys, values)))
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
 
 
