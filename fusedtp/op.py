@@ -150,7 +150,7 @@ class Task:
 
     @cached_property
     def _of_any_rows(self) -> dict[str, Any]:
-        # The fields, and cached properties, that rows do not change.
+        # What `at` copies: the fields and cached properties, without those that rows change. It sets three anew.
         return {name: value for name, value in vars(self).items() if name not in ("agreed", "_hash")}
 
     @cached_property

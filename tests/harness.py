@@ -27,7 +27,7 @@ LARGE = os.environ.get("FUSEDTP_SOAK") == "large"
 def spread(*values: Sequence[Any], large: bool = LARGE) -> list[tuple[Any, ...]]:
     """Return combinations that use every value of each list at least once; all combinations if `large`.
 
-    A value may stand in a list several times, to meet others.
+    A value may stand in a list several times, so that it meets more of the others; `large` takes it once.
     """
     if large:
         return list(product(*map(dict.fromkeys, values)))

@@ -90,8 +90,8 @@ class Call:
         self.is_linear = alone and is_plain and not reads_beside(dtype, device)
         if settings.blocks:
             self._check_blocks()
-        # Forward by `keeps`, `whole` and the names of the given tensors, backward by which gradients are needed: those
-        # that serve all calls that differ in their rows alone, and others.
+        # Programs that serve all calls that differ in their rows alone, and others. Their keys: forward by `keeps`,
+        # `whole` and the names of the given tensors, backward by which gradients are needed.
         self._of_any_rows: dict[tuple[Any, ...], Program] = {}
         self._programs: dict[tuple[Any, ...], Program] = {}
         # The bound tasks of their steps. Then, for all calls that differ in their rows alone, a bound task with some
@@ -361,7 +361,7 @@ _firsts: dict[Any, Call] = generation.table({})
 
 
 def _keep(key: Any, call: Call, *, again: bool = False) -> Call:
-    # `again`: it may be kept already by what describes it, and now by its tensors.
+    # `again`: `of` may have kept the call by what describes it. Both keys are one entry of `recent`.
     if len(_calls) >= MAX_CALLS:
         _calls.clear()
     recent = call.first.recent
@@ -517,6 +517,7 @@ def find(
             call = first.at_rows(shape[:-1], sizes, residual)
             if call is not None:
                 return _keep(whole_key, call)
+        # A shape that torch.jit traces is made of tensors, so no earlier call is like it.
         refuse_tracing()
         call = of(*describe(problem, tensors, group, options, dims, epilogue), x.dtype, x.device)
         _keep(whole_key, call, again=True)

@@ -298,8 +298,8 @@ class Program:
         self.leaves, self.any_order = max(0, settings.leaves), settings.leaves == AS_ANY
         self.steps: list[ProgramStep] = []
         self.results: list[tuple[str, tuple[int, ...] | None]] = []
-        # Whether a step depends on lengths that it cannot read from its tensors; and whether results have other shapes
-        # with other rows than they come in.
+        # Whether a step depends on lengths that it cannot read from its tensors; and whether a result is no matrix, so
+        # that the program holds its shape, which other rows change.
         self.is_fixed, self.has_shapes = self.leaves > 0, False
         self._num_names = 0
 
